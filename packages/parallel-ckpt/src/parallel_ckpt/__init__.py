@@ -1,0 +1,1 @@
+"""Save, verify, reshard, convert and inspect distributed checkpoints of any torch model."""

@@ -1,0 +1,1 @@
+"""Single process, DDP, FSDP2 or HSDP training of any torch module, decided by one config."""

@@ -1,0 +1,1 @@
+"""Publish trained models and resumable checkpoints to the Hugging Face Hub."""
