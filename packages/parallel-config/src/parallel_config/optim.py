@@ -1,0 +1,117 @@
+"""Optimizer and learning-rate schedule, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from parallel_config.errors import Problem, report
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and the clipping of its gradients."""
+
+    type: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Which optimizer."""
+    lr: float = 1e-3
+    """Peak learning rate; the scheduler multiplies it."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running mean and variance of the gradient (adam, adamw); the first is the
+    momentum of sgd."""
+    eps: float = 1e-8
+    """Added to the denominator of the update (adam, adamw)."""
+    weight_decay: float = 1e-4
+    """Weight decay (decoupled for adamw)."""
+    clip_norm: float | None = 1.0
+    """Largest global norm of the gradients; None does not clip."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        report(self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            yield Problem(
+                "optimizer.lr",
+                f"= {self.lr}, but a learning rate is a positive finite number.",
+                "Use --optimizer.lr 1e-3.",
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield Problem(
+                "optimizer.betas",
+                f"= {list(self.betas)}, but both lie in [0, 1).",
+                "Use --optimizer.betas 0.9 0.999.",
+            )
+        for name in ("eps", "weight_decay"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                yield Problem(
+                    f"optimizer.{name}",
+                    f"= {value}, but it is a finite number of at least 0.",
+                    f"Use --optimizer.{name} with such a number.",
+                )
+        if self.clip_norm is not None and not (
+            math.isfinite(self.clip_norm) and self.clip_norm > 0
+        ):
+            yield Problem(
+                "optimizer.clip_norm",
+                f"= {self.clip_norm}, but a norm to clip to is positive and finite.",
+                "Use --optimizer.clip_norm None to leave gradients unclipped.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Learning rate as a function of the number of optimizer updates, and of nothing else."""
+
+    type: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    warmup_steps: int = 0
+    """Updates over which the rate rises linearly from 0."""
+    decay_steps: int | None = None
+    """Updates until the decay ends, warm-up included; None is the length of the run."""
+    min_lr_ratio: float = 0.0
+    """Rate at the end of the decay, as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        report(self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.warmup_steps < 0:
+            yield Problem(
+                "scheduler.warmup_steps",
+                f"= {self.warmup_steps}, but it counts updates.",
+                "Use --scheduler.warmup_steps 0 or more.",
+            )
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            yield Problem(
+                "scheduler.decay_steps",
+                f"= {self.decay_steps} ends no later than scheduler.warmup_steps = "
+                f"{self.warmup_steps}.",
+                "Use a larger --scheduler.decay_steps, or None for the length of the run.",
+            )
+        if not 0 <= self.min_lr_ratio <= 1:
+            yield Problem(
+                "scheduler.min_lr_ratio",
+                f"= {self.min_lr_ratio}, but it is a fraction of the peak rate.",
+                "Use --scheduler.min_lr_ratio between 0 and 1.",
+            )
+
+    def factor(self, updates: int, *, total_steps: int) -> float:
+        """What the peak rate is multiplied by after `updates` optimizer updates.
+
+        Pure, so that the curve is the same for any world size and accumulation.
+        """
+        if updates < self.warmup_steps:
+            return (updates + 1) / (self.warmup_steps + 1)
+        if self.type == "constant":
+            return 1.0
+        end = self.decay_steps if self.decay_steps is not None else total_steps
+        span = max(1, end - self.warmup_steps)
+        progress = min(1.0, (updates - self.warmup_steps) / span)
+        shape = 1 - progress if self.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * shape
