@@ -67,7 +67,7 @@ class FSDPConfig:
                 "accelerator.fsdp.wrap_modules",
                 f"= {list(self.wrap_modules)} and accelerator.fsdp.min_num_params = "
                 f"{self.min_num_params} exclude each other.",
-                "Give one of --accelerator.fsdp.wrap_modules and --accelerator.fsdp.min_num_params.",
+                "Give --accelerator.fsdp.wrap_modules or --accelerator.fsdp.min_num_params, not both.",
             )
         if self.wrap_modules is not None and not self.wrap_modules:
             yield Problem(
@@ -200,7 +200,7 @@ class AcceleratorConfig:
 
 
 def _freeze(config: object, name: str) -> None:
-    """Store a sequence field as a tuple, so that configs compare equal however they were written."""
+    """Store a sequence field as a tuple, so that equal configs compare equal."""
     value = getattr(config, name)
     if isinstance(value, list):
         object.__setattr__(config, name, tuple(value))

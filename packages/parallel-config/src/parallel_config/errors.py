@@ -21,11 +21,7 @@ class Problem:
     """What to type instead."""
 
     def __str__(self) -> str:
-        head = (
-            f"{self.path}{self.message}"
-            if self.message[:1] in "=:"
-            else (f"{self.path} {self.message}")
-        )
+        head = f"{self.path}{'' if self.message.startswith(':') else ' '}{self.message}"
         return f"{head} {self.remedy}".rstrip()
 
     def below(self, prefix: str) -> Problem:

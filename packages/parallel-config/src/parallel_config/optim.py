@@ -29,8 +29,7 @@ class OptimizerConfig:
     """Largest global norm of the gradients; None does not clip."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.betas, list):
-            object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "betas", tuple(self.betas))
         report(self._problems())
 
     def _problems(self) -> Iterator[Problem]:

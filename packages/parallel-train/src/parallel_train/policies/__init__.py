@@ -1,0 +1,1 @@
+"""Policies: each is a torch-free config module and a model module."""
