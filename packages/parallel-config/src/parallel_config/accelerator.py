@@ -67,7 +67,7 @@ class FSDPConfig:
                 "accelerator.fsdp.wrap_modules",
                 f"= {list(self.wrap_modules)} and accelerator.fsdp.min_num_params = "
                 f"{self.min_num_params} exclude each other.",
-                "Give --accelerator.fsdp.wrap_modules or --accelerator.fsdp.min_num_params, not both.",
+                "Give only one of --accelerator.fsdp.wrap_modules, --accelerator.fsdp.min_num_params.",
             )
         if self.wrap_modules is not None and not self.wrap_modules:
             yield Problem(

@@ -46,8 +46,13 @@ class ConfigError(ValueError):
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
         return f"{self.source}: {count}\n" + "\n".join(f"  {line}" for line in lines)
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        return (ConfigError, (self.problems,))
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (_rebuild, (self.problems, self.source))
+
+
+def _rebuild(problems: tuple[Problem, ...], source: str) -> ConfigError:
+    """Unpickling: an error found by one rank is raised by the others."""
+    return ConfigError(problems, source=source)
 
 
 _collected: ContextVar[list[Problem] | None] = ContextVar("collected_problems", default=None)

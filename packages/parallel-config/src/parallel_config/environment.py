@@ -1,0 +1,156 @@
+"""What the process environment says about a launch, and what it must not say.
+
+Launch facts (rank, world size) are read here and only here. The guard has two moments: before
+accelerate is imported, variables that would select another backend, device or topology are refused
+by name (`check_environment`); what accelerate ended up with is compared with the config in
+`parallel_engine`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from parallel_config.errors import ConfigError, Problem
+
+ALLOW_VARIABLE = "PARALLEL_ALLOW_ACCELERATE_ENV"
+"""Set to 1, the environment wins over the config; the run is then marked as not reproducible."""
+DEVICE_VARIABLE = "PARALLEL_DEVICE"
+"""`cpu` or `cuda`: where to run, when the best device of the machine is not wanted."""
+
+_TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})
+
+# A plain `accelerate launch` exports none of these with a value that switches something on.
+_SWITCHES: Mapping[str, str] = {
+    "ACCELERATE_USE_DEEPSPEED": "hands the model to DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "hands the model to Megatron-LM",
+    "ACCELERATE_USE_SAGEMAKER": "selects SageMaker's backends",
+    "ACCELERATE_USE_FSDP": "makes accelerate configure FSDP from its own variables",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "sets the degrees of the device mesh",
+    "ACCELERATE_DOWNCAST_BF16": "changes the dtype of tensors",
+}
+_VALUES: Mapping[str, str] = {"ACCELERATE_TORCH_DEVICE": "selects the device"}
+_PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFacts:
+    """Where this process stands in its launch, as `torchrun` and its like export it."""
+
+    rank: int = 0
+    """Number of this process among all of the launch."""
+    local_rank: int = 0
+    """Number of this process among those on this host."""
+    world_size: int = 1
+    """Processes in the launch."""
+    local_world_size: int = 1
+    """Processes on this host."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that writes files and prints."""
+        return self.rank == 0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> LaunchFacts:
+        """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; a bare process is rank 0 of 1.
+
+        Raises:
+            ConfigError: a variable is no number, or they contradict one another.
+        """
+        environ = os.environ if environ is None else environ
+        world_size = _number(environ, "WORLD_SIZE", 1)
+        rank = _number(environ, "RANK", 0)
+        facts = cls(
+            rank=rank,
+            local_rank=_number(environ, "LOCAL_RANK", rank),
+            world_size=world_size,
+            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
+        )
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ConfigError(
+                Problem(
+                    "RANK",
+                    f"= {rank} and WORLD_SIZE = {world_size} contradict one another.",
+                    "Start through torchrun or --nproc_per_node, or unset RANK and WORLD_SIZE.",
+                )
+            )
+        if world_size > 1 and "RANK" not in environ:
+            raise ConfigError(
+                Problem(
+                    "WORLD_SIZE",
+                    f"= {world_size} is set, but RANK is not.",
+                    "Start through torchrun or --nproc_per_node, or unset WORLD_SIZE.",
+                )
+            )
+        return facts
+
+
+def environment_wins(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the user allowed accelerate's variables to override the config."""
+    environ = os.environ if environ is None else environ
+    return environ.get(ALLOW_VARIABLE, "").strip().lower() in _TRUE
+
+
+def requested_device(environ: Mapping[str, str] | None = None) -> str | None:
+    """The device type asked for by `PARALLEL_DEVICE`, None when it is left open.
+
+    Raises:
+        ConfigError: it is neither cpu nor cuda.
+    """
+    environ = os.environ if environ is None else environ
+    value = environ.get(DEVICE_VARIABLE, "").strip().lower()
+    if value not in ("", "cpu", "cuda"):
+        raise ConfigError(
+            Problem(DEVICE_VARIABLE, f"= {value!r}, but it is cpu or cuda.", "Mend or unset it.")
+        )
+    return value or None
+
+
+def accelerate_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Every variable that accelerate may read, for the record of a run."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in sorted(environ) if name.startswith(_PREFIXES)}
+
+
+def check_environment(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse variables that select another backend, device or topology. Call before accelerate.
+
+    Raises:
+        ConfigError: names each such variable with its value and effect; nothing is raised when
+            `PARALLEL_ALLOW_ACCELERATE_ENV=1` lets the environment win.
+    """
+    environ = os.environ if environ is None else environ
+    problems = list(_foreign(environ))
+    if problems and not environment_wins(environ):
+        raise ConfigError(problems, source="environment")
+
+
+def _foreign(environ: Mapping[str, str]) -> Iterator[Problem]:
+    for name, effect in _SWITCHES.items():
+        if environ.get(name, "").strip().lower() in _TRUE:
+            yield _refusal(name, environ[name], effect)
+    for name, effect in _VALUES.items():
+        if environ.get(name, "").strip():
+            yield _refusal(name, environ[name], effect)
+
+
+def _refusal(name: str, value: str, effect: str) -> Problem:
+    return Problem(
+        name,
+        f"= {value!r} {effect}, but the config alone decides the run.",
+        f"Unset {name}, or set {ALLOW_VARIABLE}=1 to let the environment win.",
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            Problem(name, f"= {text!r} is no number.", f"Unset {name}, or start through torchrun.")
+        ) from None
