@@ -67,7 +67,7 @@ class FSDPConfig:
                 "accelerator.fsdp.wrap_modules",
                 f"= {list(self.wrap_modules)} and accelerator.fsdp.min_num_params = "
                 f"{self.min_num_params} exclude each other.",
-                "Give only one of --accelerator.fsdp.wrap_modules, --accelerator.fsdp.min_num_params.",
+                "Give only one of the two flags.",
             )
         if self.wrap_modules is not None and not self.wrap_modules:
             yield Problem(
