@@ -1,1 +1,1 @@
-"""The ptrain command: train, resume, convert, verify and publish robot policies."""
+"""The `ptrain` command: train, resume, convert, verify and publish robot policies."""

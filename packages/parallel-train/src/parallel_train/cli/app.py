@@ -1,0 +1,45 @@
+"""`ptrain`: parse, hand over to the command's module, turn errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from parallel_config import ConfigError
+
+# Modules are imported when their command is chosen: `ptrain --help` must not pay for torch.
+RUNNERS = {
+    "train": "parallel_train.cli.training",
+    "resume": "parallel_train.cli.training",
+    "inspect": "parallel_train.cli.offline",
+    "verify": "parallel_train.cli.offline",
+    "convert": "parallel_train.cli.offline",
+    "doctor": "parallel_train.cli.doctor",
+}
+USAGE_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `ptrain` and leave the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command. Returns the exit code: 0 done, 2 wrong input, 75 preempted, 1 otherwise."""
+    from parallel_train.cli.parsing import parse
+
+    try:
+        parsed = parse(list(argv) or ["--help"])
+    except ConfigError as error:
+        return fail(error, "ptrain " + " ".join(argv[:1]))
+    module = importlib.import_module(RUNNERS[argv[0]])
+    return int(module.run(parsed))
+
+
+def fail(error: ConfigError, where: str) -> int:
+    """Print the error as one block and give the exit code of wrong input."""
+    text = str(error)
+    print(f"{where.strip()}: error\n" if "\n" not in text else "", end="", file=sys.stderr)
+    print(text, file=sys.stderr)
+    return USAGE_ERROR

@@ -1,0 +1,118 @@
+"""The commands of `ptrain` and their options. A docstring under a field is its help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from parallel_train.config import TrainConfig
+from parallel_train.policies.registry import POLICIES
+
+ResumeMode = Literal["never", "auto", "must"]
+
+PolicyType = Annotated[
+    str,
+    arg(
+        name="policy.type",
+        help="Which policy: a registered name, or a path of yours (my_package.module:MyPolicy).",
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How the run is started; no part of its config."""
+
+    nproc_per_node: int | None = None
+    """Start this many processes on this machine. Under torchrun or Slurm leave it out."""
+    grace_s: float = 30.0
+    """With --nproc_per_node: seconds that workers have, after SIGTERM, to write a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train a policy. Without flags: `act` on the embedded dataset, in about a minute."""
+
+    run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
+    policy_type: PolicyType = "act"
+    config: Annotated[str | None, arg(metavar="FILE")] = None
+    """Read the config from a .json or .toml file; flags go over it."""
+    print_config: bool = False
+    """Print the resulting config as JSON and stop."""
+    resume: ResumeMode = "never"
+    """never: refuse a folder that holds a run. auto: continue its newest intact checkpoint, or
+    start afresh. must: continue, or fail."""
+    allow_batch_change: bool = False
+    """On resume: accept a global batch other than the checkpoint's."""
+    launch: Annotated[LaunchOptions, arg(name="")] = field(default_factory=LaunchOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeCommand:
+    """Continue a run from a checkpoint. Flags change its config from here on."""
+
+    path: Positional[str]
+    """The run folder, a checkpoint in it, or `last`."""
+    run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
+    policy_type: PolicyType = "act"
+    print_config: bool = False
+    """Print the resulting config as JSON and stop."""
+    allow_batch_change: bool = False
+    """Accept a global batch other than the checkpoint's."""
+    launch: Annotated[LaunchOptions, arg(name="")] = field(default_factory=LaunchOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectCommand:
+    """Say what a checkpoint, or a whole run, holds."""
+
+    path: Positional[str]
+    """A checkpoint or a run folder."""
+    json: bool = False
+    """Print JSON for programs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCommand:
+    """Check every file of a checkpoint against its manifest. Exit code 0 means intact."""
+
+    path: Positional[str]
+    """A checkpoint, or a run folder (its newest checkpoint)."""
+    fast: bool = False
+    """Compare sizes only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertCommand:
+    """Merge DCP shards into a distributable model.safetensors, offline and in one process."""
+
+    path: Positional[str]
+    """A checkpoint, its pretrained_model or dcp folder, or a run folder."""
+    output: str | None = None
+    """Where to write; None writes beside the shards."""
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
+    """Dtype of the floating-point weights in the result."""
+    max_shard_size: str = "5GB"
+    """Largest file; bigger models are split with an index."""
+    delete_dcp: bool = False
+    """Remove the DCP shards once the result has been read back and compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand:
+    """Say what this machine can run, and what is missing."""
+
+    json: bool = False
+    """Print JSON for programs."""
+
+
+Command = (
+    TrainCommand | ResumeCommand | InspectCommand | VerifyCommand | ConvertCommand | DoctorCommand
+)
+
+
+def registered_policies() -> str:
+    """Names for help texts."""
+    return ", ".join(POLICIES.names())

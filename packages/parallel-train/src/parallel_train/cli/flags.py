@@ -1,0 +1,149 @@
+"""What tyro leaves open: booleans that take a word, and where the positional stands.
+
+The table of flags is read from the dataclasses, so that no list has to be kept by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin, get_type_hints
+
+from parallel_config import ConfigError, Problem
+
+MANY = -1
+"""Arity of a flag that takes any number of values."""
+
+
+def flag_table(*configs: object) -> dict[str, int]:
+    """Flag name (dotted, underscores) to the number of values it takes; booleans take 0."""
+    return {name: arity for config in configs for name, arity in _walk(config, "")}
+
+
+def normalize(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+    """Rewrite every spelling of a boolean to the two that tyro knows.
+
+    `--x`, `--no-x`, `--x true|false`, `--x=true|false`; of a nested flag `--a.no-x` and
+    `--no-a.x` alike. Only the words true and false are taken as a value, so that a positional
+    after a bare boolean stays one.
+
+    Raises:
+        ConfigError: a boolean is given another value by `=`.
+    """
+    result: list[str] = []
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        name, value = _split(token)
+        if name is None or flags.get(name.removeprefix("no.")) != 0:
+            result.append(token)
+            continue
+        negated = name.startswith("no.")
+        name = name.removeprefix("no.")
+        if value is None and index < len(argv) and argv[index].lower() in ("true", "false"):
+            value = argv[index]
+            index += 1
+        result.append(_boolean(name, _truth(name, value) != negated))
+    return result
+
+
+def positionals(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+    """The words of `argv` that are neither flags nor values of flags."""
+    found: list[str] = []
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        index += 1
+        if not token.startswith("--"):
+            if not token.startswith("-"):
+                found.append(token)
+            continue
+        name, value = _split(token)
+        arity = flags.get((name or "").removeprefix("no."), 1)
+        if value is None and arity == 0 and index < len(argv):
+            index += argv[index].lower() in ("true", "false")
+        elif value is None and arity == MANY:
+            while index < len(argv) and not argv[index].startswith("--"):
+                index += 1
+        elif value is None:
+            index += arity
+    return found
+
+
+def value_of(argv: Sequence[str], name: str) -> str | None:
+    """The last value given to `--name`, None when it is absent."""
+    found = None
+    for index, token in enumerate(argv):
+        flag, value = _split(token)
+        if flag == name:
+            found = value if value is not None else (argv[index + 1 : index + 2] or [None])[0]
+    return found
+
+
+def is_given(argv: Sequence[str], prefix: str) -> bool:
+    """Whether any flag is `--prefix` or lies below it."""
+    names = (_split(token)[0] for token in argv)
+    return any(
+        name is not None
+        and (
+            name.removeprefix("no.") == prefix or name.removeprefix("no.").startswith(prefix + ".")
+        )
+        for name in names
+    )
+
+
+def _walk(config: object, prefix: str) -> Iterator[tuple[str, int]]:
+    hints = get_type_hints(type(config), include_extras=False)
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        name, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{name}.")
+        else:
+            yield name, _arity(hints[field.name])
+
+
+def _arity(hint: Any) -> int:
+    if hint is bool:
+        return 0
+    options = get_args(hint) if get_origin(hint) is not tuple else (hint,)
+    for option in options or (hint,):
+        if get_origin(option) in (list, tuple, set, frozenset):
+            inner = get_args(option)
+            return MANY if get_origin(option) is not tuple or Ellipsis in inner else len(inner)
+    return 1
+
+
+def _split(token: str) -> tuple[str | None, str | None]:
+    """Dotted name (negation as a leading `no.`) and value of a `--flag[=value]` token."""
+    if not token.startswith("--") or token == "--":
+        return None, None
+    name, equals, value = token[2:].partition("=")
+    name = name.replace("-", "_")
+    head, dot, leaf = name.rpartition(".")
+    if name.startswith("no_"):
+        name = f"no.{name[3:]}"
+    elif leaf.startswith("no_"):
+        name = f"no.{head}{dot}{leaf[3:]}"
+    return name, value if equals else None
+
+
+def _truth(name: str, value: str | None) -> bool:
+    if value is None or value.lower() == "true":
+        return True
+    if value.lower() == "false":
+        return False
+    raise ConfigError(
+        Problem(
+            f"--{name}",
+            f"= {value!r}, but a boolean takes no value, or true or false.",
+            f"Use --{name} or {_boolean(name, False)}.",
+        )
+    )
+
+
+def _boolean(name: str, value: bool) -> str:
+    if value:
+        return f"--{name}"
+    head, dot, leaf = name.rpartition(".")
+    return f"--{head}{dot}no-{leaf}"

@@ -1,0 +1,174 @@
+"""argv to a command: files first, flags over them by presence, every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Union
+
+import tyro
+from tyro.conf import AvoidSubcommands, EnumChoicesFromValues, subcommand
+
+from parallel_config import ConfigError
+from parallel_config.errors import collect_problems
+from parallel_train.cli import flags as argv_flags
+from parallel_train.cli.commands import (
+    ConvertCommand,
+    DoctorCommand,
+    InspectCommand,
+    LaunchOptions,
+    ResumeCommand,
+    TrainCommand,
+    VerifyCommand,
+)
+from parallel_train.config import SCHEMA, TrainConfig
+from parallel_train.policies.registry import POLICIES
+
+COMMANDS: dict[str, type[Any]] = {
+    "train": TrainCommand,
+    "resume": ResumeCommand,
+    "inspect": InspectCommand,
+    "verify": VerifyCommand,
+    "convert": ConvertCommand,
+    "doctor": DoctorCommand,
+}
+DESCRIPTION = "Train, resume and distribute policies; one config owns the run."
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """A command with what only its spelling tells."""
+
+    command: Any
+    argv: tuple[str, ...]
+    """The words as given, for starting workers with the same ones."""
+    parallelism_given: bool = False
+    """Whether a --parallelism flag was present."""
+    notes: tuple[str, ...] = ()
+    """What reading an older config changed."""
+
+
+def parse(argv: Sequence[str]) -> Parsed:
+    """Read the command line.
+
+    Raises:
+        ConfigError: wrong values, files or combinations.
+        SystemExit: 0 after --help, 2 after a block that says which flag is wrong.
+    """
+    name = argv[0] if argv else ""
+    words = list(argv[1:])
+    default, notes = _default(name, words)
+    with collect_problems() as problems:
+        command = tyro.cli(
+            _command_type(name, default),
+            args=[*argv[:1], *argv_flags.normalize(words, _flags(default))],
+            prog="ptrain",
+            description=DESCRIPTION,
+            use_underscores=True,
+            config=(AvoidSubcommands, EnumChoicesFromValues),
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Parsed(
+        command=command,
+        argv=tuple(argv),
+        parallelism_given=argv_flags.is_given(words, "parallelism"),
+        notes=notes,
+    )
+
+
+def _command_type(name: str, default: Any) -> Any:
+    """The union that tyro sees; only the command that is named needs its real default."""
+    options = []
+    for known, cls in COMMANDS.items():
+        doc = (cls.__doc__ or "").strip()
+        chosen = (
+            subcommand(known, default=default, description=doc)
+            if known == name and default is not None
+            else subcommand(known, description=doc)
+        )
+        options.append(Annotated[cls, chosen])
+    return Union[tuple(options)]  # noqa: UP007
+
+
+def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
+    """What the flags go over: the config file for `train`, the checkpoint's config for `resume`."""
+    if name == "train":
+        file = argv_flags.value_of(words, "config")
+        config, notes = _read(Path(file).expanduser(), trusted=True) if file else _builtin()
+        return _with_policy(TrainCommand(run=config), words), notes
+    if name == "resume":
+        path = next(
+            iter(argv_flags.positionals(words, _flags(TrainCommand(), ResumeCommand(path="")))),
+            None,
+        )
+        if path is None:
+            return None, ()
+        config, notes = checkpoint_config(path, words)
+        return _with_policy(ResumeCommand(path=path, run=config), words), notes
+    return None, ()
+
+
+def checkpoint_config(path: str, words: Sequence[str] = ()) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The config that a checkpoint was written with, and the notes of its migration.
+
+    Only registered policies resolve, unless the user repeats the path as `--policy.type`.
+    """
+    from parallel_ckpt import resolve_checkpoint
+
+    file = Path(resolve_checkpoint(path)) / "pretrained_model" / "train_config.json"
+    repeated = argv_flags.value_of(words, "policy.type")
+    return _read(file, trusted=False, repeated=repeated)
+
+
+def _read(
+    file: Path, *, trusted: bool, repeated: str | None = None
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    from parallel_config.codec import parse as parse_document
+    from parallel_config.codec import read_config_text
+
+    text, toml = read_config_text(file)
+    document = parse_document(text, source=str(file), toml=toml)
+    policy = document.get("policy")
+    repeats_it = (
+        isinstance(policy, dict) and policy.get("type") == repeated and ":" in (repeated or "")
+    )
+    loaded = SCHEMA.from_document(document, source=str(file), trusted=trusted or repeats_it)
+    return loaded.config, loaded.notes
+
+
+def _builtin() -> tuple[TrainConfig, tuple[str, ...]]:
+    return TrainConfig(), ()
+
+
+def _with_policy(command: Any, words: Sequence[str]) -> Any:
+    """The command with the policy that `--policy.type` names, when it names another one."""
+    current = POLICIES.name_of(command.run.policy)
+    wanted = argv_flags.value_of(words, "policy.type") or current
+    if wanted == current:
+        return dataclasses.replace(command, policy_type=current)
+    policy = POLICIES.resolve(wanted, trusted=True)()
+    run = dataclasses.replace(command.run, policy=policy)
+    return dataclasses.replace(command, run=run, policy_type=wanted)
+
+
+def _flags(*commands: Any) -> dict[str, int]:
+    """Flags of the commands; the sections that tyro flattens lose their prefix here too."""
+    table: dict[str, int] = {}
+    for command in commands:
+        if command is None:
+            command = InspectCommand(path="")
+            table |= argv_flags.flag_table(
+                command, VerifyCommand(path=""), ConvertCommand(path=""), DoctorCommand()
+            )
+            continue
+        for name, arity in argv_flags.flag_table(command).items():
+            table[name.removeprefix("run.").removeprefix("launch.")] = arity
+        table["policy.type"] = 1
+        table.pop("policy_type", None)
+        table.pop("path", None)
+    return table
+
+
+__all__ = ["LaunchOptions", "Parsed", "checkpoint_config", "parse"]

@@ -1,0 +1,90 @@
+"""TrainConfig: everything that decides a run, and how it is written to `train_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from parallel_config import (
+    AcceleratorConfig,
+    CheckpointConfig,
+    CheckpointFormat,
+    OptimizerConfig,
+    ParallelismConfig,
+    Problem,
+    SchedulerConfig,
+)
+from parallel_config.codec import Schema
+from parallel_config.errors import report
+from parallel_train.data.config import DatasetConfig
+from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.base import PolicyConfig
+from parallel_train.policies.registry import POLICIES
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run. What is not here cannot change the result."""
+
+    policy: PolicyConfig = field(default_factory=ACTConfig)
+    """The model that is trained."""
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    """The demonstrations it is trained on."""
+    output_dir: str | None = None
+    """Folder of the run; None makes one under outputs/, named by time and policy."""
+    steps: int = 400
+    """Optimizer updates in the whole run."""
+    batch_size: int = 32
+    """Samples in one micro-batch of one rank. The global batch is this times dp_replicate times
+    dp_shard times accelerator.gradient_accumulation.steps."""
+    seed: int = 0
+    """Seed of the initial weights, of the data order and of every rank's random numbers."""
+    log_freq: int = 20
+    """Updates between lines on the console; metrics.jsonl has a line for every update."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer and the clipping of its gradients."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """The learning-rate curve."""
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    """How the ranks are arranged."""
+    accelerator: AcceleratorConfig = field(default_factory=AcceleratorConfig)
+    """How a step is computed."""
+    checkpoint_format: CheckpointFormat = CheckpointFormat.SAFETENSORS
+    """Weight artifacts of a checkpoint."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When checkpoints are written, kept and checked."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.output_dir, str) and self.output_dir.startswith("~"):
+            object.__setattr__(self, "output_dir", str(Path(self.output_dir).expanduser()))
+        report(self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.output_dir is not None and not self.output_dir.strip():
+            yield Problem(
+                "output_dir",
+                "= '' is no folder.",
+                "Use --output_dir with a path, or leave it out for outputs/<time>_<policy>.",
+            )
+        for name, least in (("steps", 1), ("batch_size", 1), ("log_freq", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value < least:
+                yield Problem(
+                    name,
+                    f"= {value}, but it is at least {least}.",
+                    f"Use --{name} {least} or more.",
+                )
+        if self.seed >= 2**32:
+            yield Problem(
+                "seed",
+                f"= {self.seed}, but numpy's seeds end below 2**32.",
+                "Use a smaller --seed.",
+            )
+
+
+SCHEMA: Schema[TrainConfig] = Schema(
+    TrainConfig, version=SCHEMA_VERSION, registries={"policy": POLICIES}
+)

@@ -1,0 +1,13 @@
+"""Which policies exist; torch-free. Installed packages announce theirs by entry point."""
+
+from __future__ import annotations
+
+from parallel_config.registry import Registry
+from parallel_train.policies.base import PolicyConfig
+
+POLICIES: Registry[PolicyConfig] = Registry(
+    section="policy",
+    base=PolicyConfig,
+    builtin={"act": "parallel_train.policies.act.configuration:ACTConfig"},
+    entry_point_group="parallel_train.policies",
+)

@@ -1,0 +1,185 @@
+"""What a resumed run keeps and what it may change; pure functions over configs.
+
+Two questions are answered here before any model exists: on this many ranks, which degrees and
+which accumulation continue the run (`adapt`), and what differs from the config that the checkpoint
+was written with (`differences`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from parallel_config import (
+    ConfigError,
+    GradientAccumulationConfig,
+    Kind,
+    ParallelismConfig,
+    Problem,
+    Topology,
+)
+from parallel_config.codec import to_plain
+from parallel_train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The config as the resumed run uses it."""
+
+    config: TrainConfig
+    topology: Topology
+    notes: tuple[str, ...] = ()
+    """What had to change, one line each."""
+
+
+def global_batch(config: TrainConfig, topology: Topology) -> int:
+    """Samples per optimizer update over all ranks."""
+    steps = config.accelerator.gradient_accumulation.steps
+    return config.batch_size * topology.dp_world_size * steps
+
+
+def adapt(
+    config: TrainConfig,
+    *,
+    world_size: int,
+    saved_topology: Topology,
+    saved_global_batch: int,
+    parallelism_given: bool,
+    accumulation_given: bool,
+    allow_batch_change: bool,
+) -> Adapted:
+    """Fit a checkpoint's run onto `world_size` ranks, keeping its kind and its global batch.
+
+    With parallelism flags the user's degrees hold. The global batch is kept by changing the
+    accumulation, unless the user gave one.
+
+    Raises:
+        ConfigError: no degrees fit, or the global batch cannot be kept and
+            `--allow_batch_change` was not given.
+    """
+    parallelism = config.parallelism
+    if not parallelism_given:
+        parallelism = _refill(saved_topology, world_size)
+    topology = parallelism.resolve(world_size)
+    notes: list[str] = []
+    if topology != saved_topology:
+        notes.append(f"topology: {saved_topology.describe()} -> {topology.describe()}")
+    config = dataclasses.replace(config, parallelism=_resolved(parallelism, topology))
+    if global_batch(config, topology) != saved_global_batch:
+        config, note = _keep_batch(
+            config, topology, saved_global_batch, accumulation_given, allow_batch_change
+        )
+        notes.append(note)
+    return Adapted(config, topology, tuple(notes))
+
+
+def resolved_config(config: TrainConfig, topology: Topology) -> TrainConfig:
+    """The config with the degrees as decided, so that it reproduces the run alone."""
+    return dataclasses.replace(config, parallelism=_resolved(config.parallelism, topology))
+
+
+def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
+    """One line per field that changed: old value, new value, and what that means."""
+    before, after = to_plain(saved), to_plain(now)
+    return [
+        f"{path}: {_show(old)} -> {_show(new)}{_meaning(path)}"
+        for path, old, new in _walk(before, after, "")
+        if not path.startswith(_SILENT)
+    ]
+
+
+_SILENT = ("output_dir", "parallelism.", "accelerator.gradient_accumulation.")
+_MEANINGS = {
+    "optimizer.": "in force from the next update",
+    "steps": "the schedule now ends there",
+    "scheduler.": "the curve follows the new values from the next update",
+    "batch_size": "the data position is kept in samples",
+    "seed": "the data order changes from here on",
+    "dataset.": "the data position is kept in samples, of the new data",
+    "policy.": "in force, if the saved weights fit",
+}
+
+
+def _meaning(path: str) -> str:
+    text = next((text for start, text in _MEANINGS.items() if path.startswith(start)), "in force")
+    return f" ({text})"
+
+
+def _walk(before: Any, after: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in {**before, **after}:
+            path = f"{prefix}.{key}" if prefix else key
+            yield from _walk(before.get(key), after.get(key), path)
+    elif before != after:
+        yield prefix, before, after
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _refill(saved: Topology, world_size: int) -> ParallelismConfig:
+    if saved.kind is Kind.FSDP:
+        return ParallelismConfig(dp_replicate=1, dp_shard=world_size)
+    if saved.kind is Kind.HSDP:
+        if world_size % saved.dp_shard:
+            raise ConfigError(
+                Problem(
+                    "parallelism.dp_shard",
+                    f"= {saved.dp_shard} of the checkpoint ({saved.describe()}) does not divide "
+                    f"the {world_size} ranks of this launch.",
+                    "Choose: "
+                    + " or ".join(
+                        f"--parallelism.dp_replicate {world_size // n} --parallelism.dp_shard {n}"
+                        for n in range(1, world_size + 1)
+                        if world_size % n == 0
+                    )
+                    + f", or launch a multiple of {saved.dp_shard} processes.",
+                )
+            )
+        return ParallelismConfig(dp_replicate=world_size // saved.dp_shard, dp_shard=saved.dp_shard)
+    return ParallelismConfig(dp_replicate=world_size)
+
+
+def _resolved(parallelism: ParallelismConfig, topology: Topology) -> ParallelismConfig:
+    return dataclasses.replace(
+        parallelism, dp_replicate=topology.dp_replicate, dp_shard=topology.dp_shard
+    )
+
+
+def _keep_batch(
+    config: TrainConfig,
+    topology: Topology,
+    wanted: int,
+    accumulation_given: bool,
+    allow_batch_change: bool,
+) -> tuple[TrainConfig, str]:
+    per_micro = config.batch_size * topology.dp_world_size
+    found = global_batch(config, topology)
+    before = config.accelerator.gradient_accumulation.steps
+    if not accumulation_given and wanted % per_micro == 0:
+        accumulation = GradientAccumulationConfig(steps=wanted // per_micro)
+        accelerator = dataclasses.replace(config.accelerator, gradient_accumulation=accumulation)
+        note = (
+            f"accelerator.gradient_accumulation.steps: {before} -> {accumulation.steps} "
+            f"(keeps the global batch of {wanted} samples)"
+        )
+        return dataclasses.replace(config, accelerator=accelerator), note
+    if allow_batch_change:
+        return config, f"global batch: {wanted} -> {found} samples (--allow_batch_change)"
+    fits = [n for n in range(1, wanted + 1) if wanted % (n * topology.dp_world_size) == 0]
+    way = (
+        f"Use --batch_size {' or '.join(str(n) for n in fits[-4:])}, or --allow_batch_change."
+        if fits
+        else "Use --allow_batch_change, or launch another number of processes."
+    )
+    raise ConfigError(
+        Problem(
+            "batch_size",
+            f"= {config.batch_size} x {topology.dp_world_size} ranks x accumulation {before} = "
+            f"{found} samples, but the checkpoint's global batch is {wanted}.",
+            way,
+        )
+    )

@@ -1,0 +1,92 @@
+"""The folder of one run: what lies where, and whether it may be written."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_config import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run's own files; checkpoints below it belong to `parallel_ckpt`."""
+
+    path: Path
+
+    @property
+    def train_config(self) -> Path:
+        """The config with resolved degrees, as the run uses it."""
+        return self.path / "train_config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per optimizer update."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the step folders."""
+        return self.path / "checkpoints"
+
+    @property
+    def last(self) -> Path:
+        """Link to the newest checkpoint."""
+        return self.checkpoints / "last"
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here before."""
+        return self.train_config.exists() or self.checkpoints.exists()
+
+    def create(self) -> None:
+        """Make the folder and prove that it can be written.
+
+        Raises:
+            ConfigError: it is a file, or cannot be made or written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe = self.path / f".write-test-{os.getpid()}"
+            probe.write_text("")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                Problem(
+                    "output_dir",
+                    f"= {str(self.path)!r} cannot be written: {error.strerror}.",
+                    "Use --output_dir with a folder that can.",
+                )
+            ) from error
+
+    def write_config(self, text: str) -> None:
+        """Replace `train_config.json` in one move."""
+        temporary = self.train_config.with_suffix(".json.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.train_config)
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Remove lines of updates that a resumed run is about to repeat.
+
+        A line that was cut short by a crash goes as well.
+        """
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+        temporary = self.metrics.with_suffix(".jsonl.tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        os.replace(temporary, self.metrics)
+
+
+def default_output_dir(policy: str) -> str:
+    """`outputs/<time>_<policy>`: a new folder for a run that was given none."""
+    name = policy.rpartition(":")[2] or policy
+    return f"outputs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"

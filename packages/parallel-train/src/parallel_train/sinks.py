@@ -1,0 +1,222 @@
+"""Where the numbers of a run go. The loop hands every sink the same row; sinks never train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Value = int | float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The numbers of one optimizer update."""
+
+    step: int
+    """Updates done."""
+    loss: float
+    """Mean over the global batch."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    """Learning rate of this update."""
+    samples_seen: int
+    """Samples consumed since the start of the run, over all ranks."""
+    samples_per_s: float
+    """Throughput of all ranks together."""
+    extra: Mapping[str, Value] = field(default_factory=dict)
+    """The policy's own metrics, and counters."""
+
+    def to_json(self) -> str:
+        """One line, floats in full precision (NaN and infinities as Python writes them)."""
+        fixed = {k: v for k, v in vars(self).items() if k != "extra"}
+        return json.dumps({**fixed, **self.extra})
+
+
+class Sink(Protocol):
+    """Takes rows; `close` is called once, also after an error."""
+
+    def emit(self, row: Row) -> None:
+        """Take the numbers of one update."""
+        ...
+
+    def note(self, line: str) -> None:
+        """Take a line of text for people."""
+        ...
+
+    def close(self) -> None:
+        """Flush what is pending."""
+        ...
+
+
+class JsonlSink:
+    """`metrics.jsonl`: a line per update, flushed at once so that a crash loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def emit(self, row: Row) -> None:
+        """Append the row."""
+        self._file.write(row.to_json() + "\n")
+        self._file.flush()
+
+    def note(self, line: str) -> None:
+        """Notes are for people."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class LineSink:
+    """Plain lines, for logs and pipes."""
+
+    def __init__(self, *, steps: int, log_freq: int, stream: IO[str] | None = None) -> None:
+        self._steps, self._log_freq = steps, log_freq
+        self._stream = stream or sys.stdout
+
+    def emit(self, row: Row) -> None:
+        """Print every `log_freq`-th update and the last one."""
+        if row.step % self._log_freq == 0 or row.step == self._steps:
+            self.note(_line(row, self._steps))
+
+    def note(self, line: str) -> None:
+        """Print the line."""
+        print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+class ProgressSink:
+    """A progress bar on a terminal, with a line kept every `log_freq` updates."""
+
+    def __init__(self, *, steps: int, start: int, log_freq: int) -> None:
+        self._steps, self._log_freq = steps, log_freq
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=Console(),
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=start, numbers="")
+        self._progress.start()
+
+    def emit(self, row: Row) -> None:
+        """Move the bar."""
+        numbers = f"loss {row.loss:.4f}  lr {row.lr:.2e}  {row.samples_per_s:.0f} samples/s"
+        self._progress.update(self._task, completed=row.step, numbers=numbers)
+        if row.step % self._log_freq == 0 or row.step == self._steps:
+            self.note(_line(row, self._steps))
+
+    def note(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._progress.console.print(line, highlight=False, markup=False)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard, in `<run>/tensorboard`."""
+
+    def __init__(self, folder: Path, *, log_freq: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._log_freq = log_freq
+
+    def emit(self, row: Row) -> None:
+        """Write every `log_freq`-th row."""
+        if row.step % self._log_freq:
+            return
+        values = {**vars(row), **row.extra}
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(name, value, row.step)  # type: ignore[no-untyped-call]
+
+    def note(self, line: str) -> None:
+        """Notes are for people."""
+
+    def close(self) -> None:
+        """Flush the event file."""
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+@dataclass
+class Sinks:
+    """All sinks of the main rank; on the others it is empty and every call is free."""
+
+    members: list[Sink] = field(default_factory=list)
+
+    def emit(self, row: Row) -> None:
+        """Hand the row to every sink."""
+        for sink in self.members:
+            sink.emit(row)
+
+    def note(self, line: str) -> None:
+        """Hand the line to every sink."""
+        for sink in self.members:
+            sink.note(line)
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for sink in self.members:
+            # A full disk while closing must not hide the error that ended the run.
+            with contextlib.suppress(OSError) if error else contextlib.nullcontext():
+                sink.close()
+
+
+def console_sink(*, steps: int, start: int, log_freq: int) -> Sink:
+    """A bar on a terminal, lines elsewhere."""
+    if sys.stdout.isatty():
+        return ProgressSink(steps=steps, start=start, log_freq=log_freq)
+    return LineSink(steps=steps, log_freq=log_freq)
+
+
+class Stopwatch:
+    """Seconds between calls, for throughput that includes waiting for data."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Value]]:
+    """Rows of a `metrics.jsonl`; a last line cut short by a crash is left out."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+def _line(row: Row, steps: int) -> str:
+    extra = "".join(f"  {k} {v:.4g}" for k, v in row.extra.items() if isinstance(v, float))
+    return (
+        f"step {row.step:>{len(str(steps))}}/{steps}  loss {row.loss:.4f}  "
+        f"grad_norm {row.grad_norm:.3f}  lr {row.lr:.2e}  {row.samples_per_s:.0f} samples/s{extra}"
+    )
