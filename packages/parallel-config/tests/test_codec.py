@@ -48,6 +48,7 @@ class NotAConfig:
     """Importable, and no config."""
 
 
+MODELS = Registry(
     section="model",
     base=ModelConfig,
     builtin={"small": "parallel_config_test_models:SmallModel"},

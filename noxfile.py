@@ -1,0 +1,166 @@
+"""The project's checks. `nox` runs what CI runs; `nox -l` lists everything.
+
+Package suites run against built wheels in environments of their own, so that an import which a
+package does not declare fails there (the shared workspace environment would hide it).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = False
+
+ROOT = Path(__file__).parent
+PACKAGES = ("parallel-config", "parallel-engine", "parallel-ckpt", "parallel-publish", "parallel-train")
+CPU = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PARALLEL_DEVICE": "cpu",
+    "PYTHONDONTWRITEBYTECODE": "",  # it would double torch's import time in every rank
+    "HF_HUB_DISABLE_XET": "1",
+    "HF_HUB_OFFLINE": "",
+}
+
+nox.options.sessions = ["lint", "types", "build", "tests", "product", "cpu4", "docs"]
+
+
+def _workspace(session: nox.Session) -> None:
+    """Install the locked workspace, all packages editable, into the session's environment."""
+    session.run_install(
+        "uv",
+        "sync",
+        "--quiet",
+        "--locked",
+        "--all-packages",
+        "--all-groups",
+        "--all-extras",
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+
+
+def _constraints(session: nox.Session) -> Path:
+    """The lock's versions, as a constraints file for installing wheels."""
+    path = Path(session.create_tmp()).resolve() / "constraints.txt"
+    session.run_install(
+        "uv",
+        "export",
+        "--quiet",
+        "--locked",
+        "--all-packages",
+        "--all-groups",
+        "--all-extras",
+        "--no-emit-workspace",
+        "--no-hashes",
+        "--no-annotate",
+        "--output-file",
+        str(path),
+    )
+    return path
+
+
+def _build() -> list[str]:
+    return ["uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", "dist", "--clear"]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format and lint."""
+    _workspace(session)
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types, package by package."""
+    _workspace(session)
+    for package in (*PACKAGES, "parallel-testing"):
+        session.run("mypy", f"packages/{package}/src")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build every wheel into dist/."""
+    session.run_install(*_build())
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """One package's suite, from wheels, in an environment that holds only what it declares."""
+    if not list(Path("dist").glob("parallel_*.whl")):
+        session.run_install(*_build())
+    constraints = _constraints(session)
+    wheels = ["--find-links", "dist", "--constraint", str(constraints)]
+    for ours in (*PACKAGES, "parallel-testing"):
+        wheels += ["--reinstall-package", ours]  # a rebuilt wheel keeps its version
+    tools = ["pytest"] if package == "parallel-config" else ["pytest", "parallel-testing"]
+    extras = {"parallel-train": "[vision,sim,tensorboard,plot]"}.get(package, "")
+    session.install(*wheels, f"{package}{extras}", *tools)
+    session.run_install("uv", "pip", "check", env={"VIRTUAL_ENV": session.virtualenv.location})
+    session.run("pytest", "-q", f"packages/{package}/tests", *session.posargs, env=CPU)
+
+
+@nox.session
+def product(session: nox.Session) -> None:
+    """The whole product: arrows, import budget, command line, README commands, examples."""
+    _workspace(session)
+    session.run("pytest", "-q", "tests", *session.posargs, env=CPU)
+
+
+@nox.session
+def cpu4(session: nox.Session) -> None:
+    """The multi-GPU suite on 4 gloo ranks."""
+    _workspace(session)
+    env = {**CPU, "PARALLEL_TEST_DEVICE": "cpu"}
+    session.run("pytest", "-q", "tests-gpu", *session.posargs, env=env)
+
+
+@nox.session
+def gpu4(session: nox.Session) -> None:
+    """The multi-GPU suite on 4 GPUs."""
+    _on_gpus(session, 4)
+
+
+@nox.session
+def gpu1(session: nox.Session) -> None:
+    """What one GPU can show of the multi-GPU suite."""
+    _on_gpus(session, 1)
+
+
+def _on_gpus(session: nox.Session, wanted: int) -> None:
+    _workspace(session)
+    count = session.run(
+        "python", "-c", "import torch; print(torch.cuda.device_count())", silent=True
+    )
+    found = int(str(count).strip().splitlines()[-1])
+    if found < wanted:
+        session.skip(f"needs {wanted} CUDA devices, found {found}")
+    env = {"PARALLEL_TEST_DEVICE": "cuda", "PARALLEL_TEST_GPUS": str(wanted)}
+    session.run("pytest", "-q", "tests-gpu", *session.posargs, env=env)
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The package suites on the lowest versions that the packages declare."""
+    for package in PACKAGES:
+        tools = [] if package == "parallel-config" else ["-e", "packages/parallel-testing"]
+        session.install("--resolution", "lowest-direct", "pytest", "-e", f"packages/{package}", *tools)
+        session.run("pytest", "-q", f"packages/{package}/tests", *session.posargs, env=CPU)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Check every link, command and flag in the documentation."""
+    _workspace(session)
+    session.run("python", "docs/build.py", env=CPU)
+
+
+if os.environ.get("CI"):
+    nox.options.stop_on_first_error = True
