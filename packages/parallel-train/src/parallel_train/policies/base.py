@@ -3,8 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Base of every policy's config. `type` in files and flags names the registered policy."""
+    """Base of every policy's config. `type` in files and flags names the registered policy.
+
+    A subclass is a frozen dataclass in a module that does not import torch. Its fields become
+    flags (`--policy.<field>`), the docstring under a field its help.
+    """
+
+    model_class: ClassVar[str] = ""
+    """`package.module:Class` of the model; it is built as `Class(config, spec)`, where `spec` is
+    the dataset's `DataSpec`."""
+
+    def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
+        """Seconds relative to the sampled frame at which each feature is read, by feature.
+
+        A feature that is not named is read at the frame itself, without a time axis.
+        """
+        return {}
+
+    def normalization(self) -> dict[str, str]:
+        """Normalization mode ("mean_std", "min_max", "identity") by feature or its prefix.
+
+        The longest prefix that matches a feature's name decides; other features stay as they are.
+        """
+        return {}

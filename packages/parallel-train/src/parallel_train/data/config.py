@@ -1,0 +1,85 @@
+"""DatasetConfig: which demonstrations a run is trained on and how they are loaded; torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from parallel_config import Problem
+from parallel_config.errors import report
+
+EMBEDDED_ROOT = Path(__file__).parent.parent / "assets" / "metaworld_mini"
+"""The dataset that ships in the package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """A LeRobotDataset v3.0 folder and how its frames reach the model."""
+
+    root: str | None = None
+    """Folder of the dataset (the one that holds meta/info.json); None is the dataset that ships
+    in the package, recorded from MetaWorld's scripted experts."""
+    episodes: tuple[int, ...] | None = None
+    """Episodes to train on, by number; None takes every one."""
+    stats: Literal["file", "data"] = "file"
+    """Statistics for normalization: "file" takes meta/stats.json and checks it against the
+    frames, "data" computes them from the frames of the chosen episodes."""
+    tolerance_s: float = 1e-4
+    """How far, in seconds, a timestamp may lie from the frame it stands for."""
+    num_workers: int = 0
+    """Loader processes per rank; 0 loads in the training process."""
+    prefetch_factor: int = 2
+    """Micro-batches that each worker keeps ready."""
+    pin_memory: bool = True
+    """Stage batches in page-locked memory when the device is a GPU."""
+
+    def __post_init__(self) -> None:
+        if self.root is not None and self.root.startswith("~"):
+            object.__setattr__(self, "root", str(Path(self.root).expanduser()))
+        if self.episodes is not None:
+            object.__setattr__(self, "episodes", tuple(self.episodes))
+        report(self._problems())
+
+    @property
+    def folder(self) -> Path:
+        """The folder to read: `root`, or the dataset that ships in the package."""
+        return EMBEDDED_ROOT if self.root is None else Path(self.root)
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.root is not None and not self.root.strip():
+            yield Problem(
+                "dataset.root",
+                "= '' is no folder.",
+                "Use --dataset.root with a path, or leave it out for the dataset in the package.",
+            )
+        yield from self._episode_problems()
+        if not (math.isfinite(self.tolerance_s) and self.tolerance_s > 0):
+            yield Problem(
+                "dataset.tolerance_s",
+                f"= {self.tolerance_s}, but it is a positive number of seconds.",
+                "Use --dataset.tolerance_s 1e-4.",
+            )
+        for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+            value = getattr(self, name)
+            if value < least:
+                yield Problem(
+                    f"dataset.{name}",
+                    f"= {value}, but it is at least {least}.",
+                    f"Use --dataset.{name} {least} or more.",
+                )
+
+    def _episode_problems(self) -> Iterator[Problem]:
+        if self.episodes is None:
+            return
+        way = "Use --dataset.episodes 0 1 2, or None for every one."
+        if not self.episodes:
+            yield Problem("dataset.episodes", "= [] chooses no episode.", way)
+        repeated = sorted({e for e in self.episodes if self.episodes.count(e) > 1})
+        if repeated:
+            yield Problem("dataset.episodes", f"names {repeated} more than once.", way)
+        negative = sorted({e for e in self.episodes if e < 0})
+        if negative:
+            yield Problem("dataset.episodes", f"holds {negative}, but episodes count from 0.", way)

@@ -1,0 +1,147 @@
+"""Writing a LeRobotDataset v3.0 folder of vectors: for recorders and tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from parallel_train.data.lerobot import VERSION
+
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One demonstration: arrays of shape [frames, state_dim] and [frames, action_dim]."""
+
+    state: npt.NDArray[np.float32]
+    action: npt.NDArray[np.float32]
+    task: str
+
+
+def write_dataset(
+    root: Path, episodes: Sequence[Episode], *, fps: int, robot_type: str = "unknown"
+) -> None:
+    """Write the folder. The same episodes give the same bytes with the same pyarrow."""
+    tasks = list(dict.fromkeys(episode.task for episode in episodes))
+    frames = [_frames(i, e, tasks.index(e.task), fps) for i, e in enumerate(episodes)]
+    ends = np.cumsum([len(e.action) for e in episodes]).tolist()
+    starts = [0, *ends[:-1]]
+    for frame, start in zip(frames, starts, strict=True):
+        frame["index"] = frame["frame_index"] + start
+    for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    columns = {name: np.concatenate([f[name] for f in frames]) for name in frames[0]}
+    _write_frames(root / "data/chunk-000/file-000.parquet", columns, starts, ends)
+    pq.write_table(
+        pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": tasks}),
+        root / "meta/tasks.parquet",
+    )
+    _write_episodes(root, episodes, starts, ends)
+    _write_json(root / "meta/stats.json", {n: _stats(c) for n, c in columns.items()})
+    _write_json(root / "meta/info.json", _info(columns, episodes, tasks, fps, robot_type))
+
+
+def _frames(index: int, episode: Episode, task: int, fps: int) -> dict[str, npt.NDArray[Any]]:
+    count = len(episode.action)
+    numbers = np.arange(count, dtype=np.int64)
+    return {
+        "observation.state": episode.state.astype(np.float32),
+        "action": episode.action.astype(np.float32),
+        "timestamp": (numbers / fps).astype(np.float32),
+        "frame_index": numbers,
+        "episode_index": np.full(count, index, np.int64),
+        "index": numbers,
+        "task_index": np.full(count, task, np.int64),
+    }
+
+
+def _write_frames(
+    path: Path, columns: dict[str, npt.NDArray[Any]], starts: list[int], ends: list[int]
+) -> None:
+    arrays = {
+        name: pa.FixedSizeListArray.from_arrays(pa.array(column.reshape(-1)), column.shape[1])
+        if column.ndim == 2
+        else pa.array(column)
+        for name, column in columns.items()
+    }
+    table = pa.table(arrays)
+    with pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=12) as writer:
+        for start, end in zip(starts, ends, strict=True):  # one row group per episode
+            writer.write_table(table.slice(start, end - start))
+
+
+def _write_episodes(
+    root: Path, episodes: Sequence[Episode], starts: list[int], ends: list[int]
+) -> None:
+    zeros = [0] * len(episodes)
+    table = {
+        "episode_index": list(range(len(episodes))),
+        "tasks": [[e.task] for e in episodes],
+        "length": [len(e.action) for e in episodes],
+        "data/chunk_index": zeros,
+        "data/file_index": zeros,
+        "dataset_from_index": starts,
+        "dataset_to_index": ends,
+        "meta/episodes/chunk_index": zeros,
+        "meta/episodes/file_index": zeros,
+    }
+    pq.write_table(pa.table(table), root / "meta/episodes/chunk-000/file-000.parquet")
+
+
+def _stats(column: npt.NDArray[Any]) -> dict[str, list[float]]:
+    values = column.reshape(len(column), -1).astype(np.float64)
+    quantiles = {f"q{q:02d}": np.quantile(values, q / 100, axis=0) for q in (1, 10, 50, 90, 99)}
+    found = {
+        "min": values.min(axis=0),
+        "max": values.max(axis=0),
+        "mean": values.mean(axis=0),
+        "std": values.std(axis=0),
+        "count": np.array([len(values)]),
+        **quantiles,
+    }
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def _info(
+    columns: dict[str, npt.NDArray[Any]],
+    episodes: Sequence[Episode],
+    tasks: list[str],
+    fps: int,
+    robot_type: str,
+) -> dict[str, Any]:
+    features = {
+        name: {
+            "dtype": str(column.dtype),
+            "shape": list(column.shape[1:]) or [1],
+            "names": None,
+        }
+        for name, column in columns.items()
+    }
+    return {
+        "codebase_version": VERSION,
+        "robot_type": robot_type,
+        "total_episodes": len(episodes),
+        "total_frames": len(columns["index"]),
+        "total_tasks": len(tasks),
+        "chunks_size": 1000,
+        "data_files_size_in_mb": 100,
+        "video_files_size_in_mb": 200,
+        "fps": fps,
+        "splits": {"train": f"0:{len(episodes)}"},
+        "data_path": DATA_PATH,
+        "video_path": None,
+        "features": features,
+    }
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
