@@ -2,49 +2,67 @@
 
 from __future__ import annotations
 
+import random
 import signal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.order import GlobalBatchSampler
 
 
 def build_loader(
-    dataset: LeRobotDataset,
+    dataset: Dataset[Any],
     sampler: GlobalBatchSampler,
     *,
     num_workers: int = 0,
     prefetch_factor: int = 2,
     pin_memory: bool = False,
-) -> DataLoader[Batch]:
-    """An endless loader of this rank's micro-batches.
+) -> DataLoader[Any]:
+    """An endless loader of this rank's micro-batches, from the sampler's position on.
 
-    Its worker seeds come from a generator of its own, derived from the sampler's seed and
-    position, because `iter(DataLoader)` otherwise draws from the model's.
+    Nothing is drawn from the global generators: `iter(DataLoader)` takes its seeds from a
+    generator of its own, and those of the workers follow from the sampler's seed, position and
+    rank. `pin_memory` has an effect only where there is a GPU.
     """
+    key = (sampler.seed, sampler.start_samples, sampler.dp_rank)
     generator = torch.Generator()
-    generator.manual_seed(sampler.seed * 1_000_003 + sampler.start_samples)
+    generator.manual_seed(_seed(*key))
     return DataLoader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
-        collate_fn=_identity,
+        collate_fn=_collate,
         generator=generator,
-        pin_memory=pin_memory,
-        worker_init_fn=_start_worker if num_workers else None,
+        pin_memory=pin_memory and torch.cuda.is_available(),
+        worker_init_fn=partial(_start_worker, key) if num_workers else None,
     )
 
 
-def _identity(batch: Batch) -> Batch:
-    """The dataset already returns whole batches."""
-    return batch
+def _collate(samples: Any) -> Any:
+    """A dataset with `__getitems__` may return a whole batch already."""
+    return samples if isinstance(samples, Mapping) else default_collate(samples)
 
 
-def _start_worker(worker: int) -> None:
-    """A stop signal to the process group is the training process's to answer."""
-    torch.set_num_threads(1)
+def _start_worker(key: tuple[int, ...], worker: int) -> None:
+    """Seed the worker, and let it ignore signals: they are the training process's to answer.
+
+    A worker whose parent has died ends by itself.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    seed = _seed(*key, worker)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _seed(*key: int) -> int:
+    """One number below 2**63 from several."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,9 +1,10 @@
 """The order of samples: a pure function of (seed, epoch) over the global batch.
 
-The stream is one permutation after another. Update `g` takes the next `global batch` samples of
-it; inside, micro-batch `m` takes a block of `batch_size x dp_world_size`, and rank `r` its `r`-th
-part. So for one global batch the samples of an update are the same on any number of ranks, with or
-without accumulation, and a position in samples is all that a resumed run needs to know.
+The stream is one permutation of the dataset after another; update `u` takes the next `global
+batch` samples of it, wherever an epoch ends. Micro-batch `m` of an update is a block of
+`batch_size x dp_world_size` samples, of which rank `r` reads the `r`-th part. So for one global
+batch the samples of an update are the same on any number of ranks, with or without accumulation,
+and a position in samples is all that a resumed run needs to know.
 """
 
 from __future__ import annotations
@@ -13,51 +14,48 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from parallel_config import ConfigError, Problem
 from torch.utils.data import Sampler
 
+from parallel_config import ConfigError, Problem
 
-def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Permutation of one epoch; draws from a generator of its own."""
-    generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-    return generator.permutation(num_samples)
+Indices = npt.NDArray[np.int64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def stream(num_samples: int, *, seed: int, start: int, count: int) -> npt.NDArray[np.int64]:
-    """Sample ids at the positions `start .. start + count - 1` of the endless stream."""
-    parts: list[npt.NDArray[np.int64]] = []
-    position = start
-    while position < start + count:
-        epoch, offset = divmod(position, num_samples)
-        permutation = epoch_permutation(num_samples, seed=seed, epoch=epoch)
-        part = permutation[offset : offset + start + count - position]
-        parts.append(part)
-        position += len(part)
-    return np.concatenate(parts)
+def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> Indices:
+    """The samples of one epoch in order.
+
+    Sorted by a hash instead of shuffled by numpy: numpy may change its shuffles between
+    versions, and a resumed run must go on in the same order.
+    """
+    epoch_key = _mix(_mix(np.array([seed], np.uint64)) + np.array([epoch], np.uint64))
+    keys = _mix(np.arange(num_samples, dtype=np.uint64) * _GOLDEN + epoch_key)
+    return np.argsort(keys, kind="stable")
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Endless index lists of this rank's micro-batches.
+    """Endless iterator over the index lists of this rank's micro-batches.
+
+    Every `iter` starts at `start_samples` again. Nothing is drawn from a random generator.
 
     Args:
-        num_samples: samples in the dataset.
-        batch_size: samples in one micro-batch of one rank.
-        accumulation: micro-batches per update.
-        dp_rank: which slice of the global batch this rank reads.
-        dp_world_size: ranks that read different slices.
-        seed: seed of the order.
-        start_samples: position in the stream, in samples of all ranks.
+        num_samples: Samples in the dataset.
+        batch_size: Samples in one micro-batch of one rank.
+        accumulation: Micro-batches per update.
+        dp_rank: Which part of the global batch this rank reads.
+        dp_world_size: Ranks that read different parts.
+        seed: Of the order.
+        start_samples: Position in the stream, counted in samples of all ranks.
 
     Raises:
-        ConfigError: there are no samples.
+        ConfigError: the dataset has no samples.
     """
 
     is_parallel_sampler = True
-    """Tells the engine that the batches are this rank's own already."""
+    """Tells the engine that these are this rank's own batches, so that it shards no further."""
 
     def __init__(
         self,
-        *,
         num_samples: int,
         batch_size: int,
         accumulation: int = 1,
@@ -67,30 +65,45 @@ class GlobalBatchSampler(Sampler[list[int]]):
         start_samples: int = 0,
     ) -> None:
         if num_samples < 1:
-            raise ConfigError(Problem("dataset.root", "has no samples to train on."))
+            raise ConfigError(
+                Problem("dataset.root", "has no samples to train on.", "Use another dataset.")
+            )
         self.num_samples, self.batch_size, self.accumulation = num_samples, batch_size, accumulation
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.seed, self.start_samples = seed, start_samples
         if self.global_batch > num_samples and dp_rank == 0:
             warnings.warn(
-                f"the global batch of {self.global_batch} samples is larger than the dataset of "
-                f"{num_samples}: samples repeat within one update",
+                f"The global batch of {self.global_batch} samples (batch_size {batch_size} x "
+                f"{dp_world_size} ranks x accumulation {accumulation}) is larger than the dataset "
+                f"of {num_samples}: samples repeat within one update.",
                 stacklevel=2,
             )
 
     @property
     def global_batch(self) -> int:
-        """Samples per update over all ranks."""
-        return self.batch_size * self.accumulation * self.dp_world_size
+        """Samples of one update, over all ranks."""
+        return self.batch_size * self.dp_world_size * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
         block = self.batch_size * self.dp_world_size
-        position = self.start_samples
+        position = self.start_samples + self.dp_rank * self.batch_size
+        epoch, order = -1, np.empty(0, np.int64)
         while True:
-            samples = stream(
-                self.num_samples, seed=self.seed, start=position, count=self.global_batch
-            )
-            for micro in range(self.accumulation):
-                first = micro * block + self.dp_rank * self.batch_size
-                yield samples[first : first + self.batch_size].tolist()
-            position += self.global_batch
+            samples: list[int] = []
+            while len(samples) < self.batch_size:
+                wanted, offset = divmod(position + len(samples), self.num_samples)
+                if wanted != epoch:
+                    epoch = wanted
+                    order = epoch_permutation(self.num_samples, seed=self.seed, epoch=epoch)
+                missing = self.batch_size - len(samples)
+                samples.extend(order[offset : offset + missing].tolist())
+            yield samples
+            position += block
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of splitmix64: every bit of the input moves every bit of the output."""
+    values = values + _GOLDEN
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

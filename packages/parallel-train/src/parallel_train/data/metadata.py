@@ -1,0 +1,250 @@
+"""The `meta` folder of a LeRobotDataset v3.0: what the dataset says about itself, checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from parallel_config import ConfigError, Problem
+from parallel_train.data.spec import DataSpec, Feature
+
+VERSION = "v3.0"
+BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+"""Columns that every dataset has, one number per frame."""
+_COPY = "Copy the dataset again."
+_CONVERT = (
+    "Convert it with LeRobot's own script: python -m "
+    "lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id <user/name> (LeRobot 0.4)."
+)
+
+
+@dataclass(frozen=True)
+class VideoSpan:
+    """Where the frames of one episode and camera lie."""
+
+    file: str
+    """Relative to the dataset's folder."""
+    from_s: float
+    """Time of the episode's first frame inside the file."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One demonstration."""
+
+    number: int
+    first: int
+    """Index of its first frame in the whole dataset."""
+    end: int
+    """Index after its last frame."""
+    data_file: str
+    """Parquet file of its frames, relative to the dataset's folder."""
+    videos: Mapping[str, VideoSpan] = field(default_factory=dict)
+    """By camera."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Everything in the `meta` folder."""
+
+    root: Path
+    spec: DataSpec
+    episodes: tuple[Episode, ...]
+    """In the order of their frames."""
+    stats: Mapping[str, Any]
+    """`stats.json` as it is, by feature."""
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the whole dataset."""
+        return self.episodes[-1].end
+
+
+def folder_error(root: Path, message: str, remedy: str = "") -> ConfigError:
+    """The error of a dataset folder: which folder, what was found, the way out."""
+    return ConfigError(Problem("dataset.root", f"= {str(root)!r}: {message}", remedy))
+
+
+def read_metadata(root: Path) -> Metadata:
+    """Read and check the `meta` folder.
+
+    Raises:
+        ConfigError: the folder is no LeRobotDataset v3.0, or its metadata is damaged.
+    """
+    if not root.is_dir():
+        raise folder_error(
+            root,
+            "there is no such folder.",
+            "Use --dataset.root with the folder that holds meta/info.json.",
+        )
+    info = _read_info(root)
+    features = _read_features(root, info)
+    spec = DataSpec(info["fps"], features, _read_tasks(root))
+    episodes = _read_episodes(root, info, features)
+    total = info.get("total_frames")
+    if episodes[-1].end != total:
+        raise folder_error(
+            root,
+            f"its episodes have {episodes[-1].end} frames, but meta/info.json says {total}.",
+            _COPY,
+        )
+    stats = _read_json(root, "meta/stats.json") if (root / "meta/stats.json").exists() else {}
+    return Metadata(root, spec, episodes, stats if isinstance(stats, dict) else {})
+
+
+def read_table(root: Path, relative: str, columns: list[str] | None = None) -> pa.Table:
+    """Read one parquet file of the dataset.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    try:
+        return pq.read_table(root / relative, columns=columns, partitioning=None)
+    except FileNotFoundError as error:
+        raise folder_error(root, f"{relative} is missing.", _COPY) from error
+    except (OSError, pa.ArrowException) as error:
+        raise folder_error(root, f"{relative} cannot be read: {error}.", _COPY) from error
+
+
+def _read_json(root: Path, name: str) -> Any:
+    try:
+        return json.loads((root / name).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise folder_error(
+            root,
+            f"{name} is missing.",
+            f"A LeRobotDataset {VERSION} folder holds {name}: check the path and the copy.",
+        ) from error
+    except OSError as error:
+        raise folder_error(root, f"{name} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise folder_error(root, f"{name} is no valid JSON: {error}.", _COPY) from error
+
+
+def _read_info(root: Path) -> dict[str, Any]:
+    info = _read_json(root, "meta/info.json")
+    if not isinstance(info, dict):
+        raise folder_error(root, "meta/info.json holds no mapping.", _COPY)
+    version = info.get("codebase_version")
+    if version != VERSION:
+        old = isinstance(version, str) and version.startswith(("v1", "v2"))
+        raise folder_error(
+            root,
+            f"its format is {version!r}, but {VERSION} is read here.",
+            _CONVERT if old else f"Use a dataset of format {VERSION}.",
+        )
+    fps = info.get("fps")
+    number = isinstance(fps, int | float) and not isinstance(fps, bool)
+    if not (number and math.isfinite(fps) and fps > 0):
+        raise folder_error(
+            root,
+            f"meta/info.json has fps = {fps!r}, but a frame rate is a positive number.",
+            "Mend the file: the rate at which the frames were recorded.",
+        )
+    return info
+
+
+def _read_features(root: Path, info: Mapping[str, Any]) -> dict[str, Feature]:
+    declared = info.get("features")
+    features: dict[str, Feature] = {}
+    for name, entry in (declared if isinstance(declared, dict) else {}).items():
+        try:
+            shape = tuple(int(n) for n in entry["shape"])
+            features[name] = Feature(str(entry["dtype"]), shape, _names(entry.get("names")))
+        except (KeyError, TypeError, ValueError):
+            raise folder_error(
+                root, f"meta/info.json: feature {name!r} has no valid dtype and shape.", _COPY
+            ) from None
+    missing = [name for name in (*BOOKKEEPING, "action") if name not in features]
+    if missing:
+        raise folder_error(root, f"meta/info.json declares no feature {', '.join(missing)}.")
+    return features
+
+
+def _names(found: object) -> tuple[str, ...] | None:
+    """Some datasets nest the names under a word such as "motors"; those are left out."""
+    return tuple(str(name) for name in found) if isinstance(found, list) else None
+
+
+def _read_tasks(root: Path) -> tuple[str, ...]:
+    table = read_table(root, "meta/tasks.parquet")
+    # LeRobot keeps the text in the index of a data frame; its name differs between versions.
+    texts = [name for name in table.column_names if name != "task_index"]
+    if not texts or "task_index" not in table.column_names:
+        raise folder_error(root, "meta/tasks.parquet has no task_index and task text.", _COPY)
+    column = "task" if "task" in texts else texts[0]
+    pairs = zip(table["task_index"].to_pylist(), table[column].to_pylist(), strict=True)
+    tasks = sorted(pairs)
+    if [index for index, _ in tasks] != list(range(len(tasks))):
+        raise folder_error(root, "meta/tasks.parquet does not number its tasks 0, 1, 2 ...", _COPY)
+    return tuple(str(text) for _, text in tasks)
+
+
+def _read_episodes(
+    root: Path, info: Mapping[str, Any], features: Mapping[str, Feature]
+) -> tuple[Episode, ...]:
+    rows = _episode_rows(root)
+    videos = [name for name, feature in features.items() if feature.dtype == "video"]
+    try:
+        episodes = sorted(
+            (_episode(row, info, videos) for row in rows), key=lambda episode: episode.first
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise folder_error(
+            root, f"meta/episodes or a path template of meta/info.json is incomplete: {error!r}."
+        ) from error
+    if not episodes:
+        raise folder_error(root, "it has no episodes.", "Record some, or use another dataset.")
+    empty = [episode.number for episode in episodes if episode.end <= episode.first]
+    if empty:
+        raise folder_error(
+            root, f"episodes {empty[:10]} have no frames.", "Remove them with LeRobot's tools."
+        )
+    ends = [0, *(episode.end for episode in episodes)]
+    for end, episode in zip(ends, episodes, strict=False):
+        if episode.first != end:
+            raise folder_error(
+                root,
+                f"episode {episode.number} begins at frame {episode.first}, but the one before "
+                f"it ends at {end}.",
+                _COPY,
+            )
+    return tuple(episodes)
+
+
+def _episode_rows(root: Path) -> list[dict[str, Any]]:
+    files = sorted((root / "meta/episodes").rglob("*.parquet"))
+    if not files:
+        raise folder_error(root, "meta/episodes holds no parquet file.", _COPY)
+    rows: list[dict[str, Any]] = []
+    for file in files:
+        table = read_table(root, str(file.relative_to(root)))
+        wanted = [name for name in table.column_names if not name.startswith("stats/")]
+        rows.extend(table.select(wanted).to_pylist())
+    return rows
+
+
+def _episode(row: Mapping[str, Any], info: Mapping[str, Any], videos: list[str]) -> Episode:
+    data_file = info["data_path"].format(
+        chunk_index=row["data/chunk_index"], file_index=row["data/file_index"]
+    )
+    spans = {
+        camera: VideoSpan(
+            info["video_path"].format(
+                video_key=camera,
+                chunk_index=row[f"videos/{camera}/chunk_index"],
+                file_index=row[f"videos/{camera}/file_index"],
+            ),
+            float(row[f"videos/{camera}/from_timestamp"]),
+        )
+        for camera in videos
+    }
+    first, end = int(row["dataset_from_index"]), int(row["dataset_to_index"])
+    return Episode(int(row["episode_index"]), first, end, data_file, spans)

@@ -1,0 +1,214 @@
+"""ACT: action chunking with a conditional VAE and transformers (arXiv:2304.13705).
+
+A variational encoder q(z | a, s) compresses the demonstrated chunk into a style variable z; a
+transformer encoder reads z and the observation; a decoder with one learned query per future frame
+writes the chunk. At inference z = 0, the mean of the prior.
+
+Shape suffixes: B batch, T chunk, A action width, D model width, S observation tokens, L latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from parallel_train.data.spec import ACTION, DataSpec
+from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.chunks import ChunkQueue
+from parallel_train.policies.transformer import Attention, FeedForward, init_xavier, sinusoids
+
+Batch = Mapping[str, Tensor]
+
+
+class ACTEncoderLayer(nn.Module):
+    """Self-attention and feed-forward, normalized after each; positions enter queries and keys."""
+
+    def __init__(self, config: ACTConfig) -> None:
+        super().__init__()
+        dim = config.dim_model
+        self.attention = Attention(dim, config.n_heads, config.dropout)
+        self.feed_forward = FeedForward(dim, config.dim_feedforward, config.dropout)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BSD: Tensor, pos_SD: Tensor, ignored_BS: Tensor | None = None) -> Tensor:
+        """Returns [B, S, D]."""
+        qk_BSD = x_BSD + pos_SD
+        x_BSD = self.norm1(x_BSD + self.dropout(self.attention(qk_BSD, qk_BSD, x_BSD, ignored_BS)))
+        return self.norm2(x_BSD + self.dropout(self.feed_forward(x_BSD)))  # type: ignore[no-any-return]
+
+
+class ACTDecoderLayer(nn.Module):
+    """Self-attention over the chunk, attention to the observation, feed-forward."""
+
+    def __init__(self, config: ACTConfig) -> None:
+        super().__init__()
+        dim = config.dim_model
+        self.self_attention = Attention(dim, config.n_heads, config.dropout)
+        self.cross_attention = Attention(dim, config.n_heads, config.dropout)
+        self.feed_forward = FeedForward(dim, config.dim_feedforward, config.dropout)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(dim) for _ in range(3))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x_BTD: Tensor, query_TD: Tensor, memory_BSD: Tensor, pos_SD: Tensor
+    ) -> Tensor:
+        """Returns [B, T, D]."""
+        qk_BTD = x_BTD + query_TD
+        x_BTD = self.norm1(x_BTD + self.dropout(self.self_attention(qk_BTD, qk_BTD, x_BTD)))
+        read_BTD = self.cross_attention(x_BTD + query_TD, memory_BSD + pos_SD, memory_BSD)
+        x_BTD = self.norm2(x_BTD + self.dropout(read_BTD))
+        return self.norm3(x_BTD + self.dropout(self.feed_forward(x_BTD)))  # type: ignore[no-any-return]
+
+
+class ObservationTokens(nn.Module):
+    """One token per observation vector, and one for the task where there are several."""
+
+    def __init__(self, config: ACTConfig, spec: DataSpec) -> None:
+        super().__init__()
+        self.names = tuple(spec.observation_vectors())
+        widths = spec.observation_vectors().values()
+        self.vectors = nn.ModuleList(nn.Linear(width, config.dim_model) for width in widths)
+        several = config.use_task and len(spec.tasks) > 1
+        self.task = nn.Embedding(len(spec.tasks), config.dim_model) if several else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per observation."""
+        return len(self.names) + (self.task is not None)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """From vectors [B, width] to tokens [B, S, D]."""
+        tokens = [layer(batch[name]) for name, layer in zip(self.names, self.vectors, strict=True)]
+        if self.task is not None:
+            tokens.append(self.task(batch["task_index"]))
+        return torch.stack(tokens, dim=1)
+
+
+class VariationalEncoder(nn.Module):
+    """q(z | a, s): mean and log-variance of the style variable of a demonstrated chunk."""
+
+    positions: Tensor
+
+    def __init__(self, config: ACTConfig, spec: DataSpec) -> None:
+        super().__init__()
+        dim = config.dim_model
+        self.summary = nn.Parameter(torch.zeros(1, 1, dim))
+        self.observation = ObservationTokens(config, spec)
+        self.action = nn.Linear(spec.dim(ACTION), dim)
+        self.layers = nn.ModuleList(ACTEncoderLayer(config) for _ in range(config.n_vae_layers))
+        self.to_latent = nn.Linear(dim, 2 * config.latent_dim)
+        length = 1 + self.observation.num_tokens + config.chunk_size
+        self.register_buffer("positions", sinusoids(length, dim), persistent=False)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns mean and log-variance, each [B, L]."""
+        actions_BTD, pad_BT = self.action(batch[ACTION]), batch["action_is_pad"]
+        context_BSD = self.observation(batch)
+        summary_B1D = self.summary.expand(len(actions_BTD), -1, -1)
+        x_BND = torch.cat([summary_B1D, context_BSD, actions_BTD], dim=1)
+        seen_BS = pad_BT.new_zeros(len(pad_BT), 1 + context_BSD.shape[1])
+        ignored_BN = torch.cat([seen_BS, pad_BT], dim=1)
+        for layer in self.layers:
+            x_BND = layer(x_BND, self.positions, ignored_BN)
+        mean_BL, log_variance_BL = self.to_latent(x_BND[:, 0]).chunk(2, dim=-1)
+        return mean_BL, log_variance_BL
+
+
+class ACTPolicy(nn.Module):
+    """Predicts `chunk_size` actions from one observation.
+
+    Batches are normalized (`Preprocessor`): observation vectors [B, width], `task_index` [B]; in
+    training also `action` [B, T, A] and `action_is_pad` [B, T].
+
+    Raises:
+        ConfigError: the dataset has no action vector or no observation.
+    """
+
+    _fsdp_wrap_modules: ClassVar[list[str]] = ["ACTEncoderLayer", "ACTDecoderLayer"]
+    _fsdp_forward_methods: ClassVar[list[str]] = ["predict_chunk"]
+
+    def __init__(self, config: ACTConfig, spec: DataSpec) -> None:
+        super().__init__()
+        self.config, self.spec = config, spec
+        dim = config.dim_model
+        self.observation = ObservationTokens(config, spec)
+        self.vae = VariationalEncoder(config, spec) if config.use_vae else None
+        self.latent = nn.Linear(config.latent_dim, dim)
+        self.encoder = nn.ModuleList(
+            ACTEncoderLayer(config) for _ in range(config.n_encoder_layers)
+        )
+        self.decoder = nn.ModuleList(
+            ACTDecoderLayer(config) for _ in range(config.n_decoder_layers)
+        )
+        self.token_positions = nn.Parameter(torch.zeros(1 + self.observation.num_tokens, dim))
+        self.queries = nn.Parameter(torch.zeros(config.chunk_size, dim))
+        self.to_action = nn.Linear(dim, spec.dim(ACTION))
+        self._chunks = ChunkQueue(config.executed, config.temporal_ensemble)
+        self._initialize()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Training loss, a 0-dim mean over the unpadded action entries, and its parts.
+
+        Every entry carries the KL term of its sample, so that the loss of a large batch is the
+        mean of its parts' losses weighted by `loss_weight`.
+        """
+        target_BTA, pad_BT = batch[ACTION], batch["action_is_pad"]
+        z_BL, kl_B = self._encode(batch)
+        error_BTA = (self._decode(batch, z_BL) - target_BTA).abs()
+        entries_B = (~pad_BT).sum(dim=1) * target_BTA.shape[-1]
+        count = entries_B.sum().clamp(min=1)
+        l1 = error_BTA.masked_fill(pad_BT[..., None], 0).sum() / count
+        kl = (kl_B * entries_B).sum() / count
+        loss = l1 + self.config.kl_weight * kl
+        return loss, {"l1_loss": l1.detach(), "kl_loss": kl.detach()}
+
+    @staticmethod
+    def loss_weight(batch: Batch) -> Tensor:
+        """Number of unpadded action entries, 0-dim: the weight of this batch's mean loss."""
+        return (~batch["action_is_pad"]).sum() * batch[ACTION].shape[-1]
+
+    def predict_chunk(self, batch: Batch) -> Tensor:
+        """The chunk [B, T, A] that follows the observation, with z = 0."""
+        first = next(iter(batch.values()))
+        z_BL = self.latent.weight.new_zeros(len(first), self.config.latent_dim)
+        return self._decode(batch, z_BL)
+
+    @torch.no_grad()
+    def select_action(self, batch: Batch) -> Tensor:
+        """The action [B, A] to execute now. Call once per frame; `reset` between episodes."""
+        return self._chunks.next_action(lambda: self.predict_chunk(batch))
+
+    def reset(self) -> None:
+        """Forget predicted actions: a new episode begins."""
+        self._chunks.clear()
+
+    def _encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sample z [B, L]; also KL(q || N(0, I)) per sample, [B]."""
+        if self.vae is None:
+            count = len(batch[ACTION])
+            zeros_BL = self.latent.weight.new_zeros(count, self.config.latent_dim)
+            return zeros_BL, zeros_BL.sum(dim=-1)
+        mean_BL, log_variance_BL = self.vae(batch)
+        noise_BL = torch.randn_like(mean_BL)
+        z_BL = mean_BL + noise_BL * (0.5 * log_variance_BL).exp()
+        kl_BL = -0.5 * (1 + log_variance_BL - mean_BL.square() - log_variance_BL.exp())
+        return z_BL, kl_BL.sum(dim=-1)
+
+    def _decode(self, batch: Batch, z_BL: Tensor) -> Tensor:
+        """From z and the observation to the chunk [B, T, A]."""
+        memory_BSD = torch.cat([self.latent(z_BL)[:, None], self.observation(batch)], dim=1)
+        for layer in self.encoder:
+            memory_BSD = layer(memory_BSD, self.token_positions)
+        x_BTD = torch.zeros_like(self.queries).expand(len(memory_BSD), -1, -1)
+        for layer in self.decoder:
+            x_BTD = layer(x_BTD, self.queries, memory_BSD, self.token_positions)
+        return self.to_action(x_BTD)  # type: ignore[no-any-return]
+
+    def _initialize(self) -> None:
+        init_xavier(self)
+        for position in (self.token_positions, self.queries):
+            nn.init.normal_(position)

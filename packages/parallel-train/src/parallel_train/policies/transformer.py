@@ -1,0 +1,67 @@
+"""Attention blocks shared by the policies.
+
+Shape suffixes: B batch, Q queries, K keys, H heads, D width, E width of one head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Multi-head attention of queries over keys."""
+
+    def __init__(self, dim: int, n_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.n_heads, self.dropout = n_heads, dropout
+        self.to_q, self.to_k = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.to_v, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(
+        self, q_BQD: Tensor, k_BKD: Tensor, v_BKD: Tensor, ignored_BK: Tensor | None = None
+    ) -> Tensor:
+        """Attend; keys where `ignored_BK` is true are left out. Returns [B, Q, D]."""
+        q_BHQE = self._split(self.to_q(q_BQD))
+        k_BHKE, v_BHKE = self._split(self.to_k(k_BKD)), self._split(self.to_v(v_BKD))
+        out_BHQE = F.scaled_dot_product_attention(
+            q_BHQE,
+            k_BHKE,
+            v_BHKE,
+            attn_mask=None if ignored_BK is None else ~ignored_BK[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        out_BQD = out_BHQE.transpose(1, 2).flatten(2)
+        return self.to_out(out_BQD)  # type: ignore[no-any-return]
+
+    def _split(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+
+class FeedForward(nn.Sequential):
+    """Two linear layers with a ReLU between them."""
+
+    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+        super().__init__(
+            nn.Linear(dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, dim)
+        )
+
+
+def sinusoids(length: int, dim: int) -> Tensor:
+    """Sine and cosine position codes of shape [length, dim] (Vaswani et al. 2017)."""
+    position_T1 = torch.arange(length, dtype=torch.float32)[:, None]
+    frequency_F = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    angle_TF = position_T1 * frequency_F
+    return torch.stack([angle_TF.sin(), angle_TF.cos()], dim=-1).flatten(1)
+
+
+def init_xavier(module: nn.Module) -> None:
+    """Xavier-uniform weights and zero biases for every linear layer below `module`."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
