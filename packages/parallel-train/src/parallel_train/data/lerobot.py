@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -23,6 +24,7 @@ from parallel_train.data.stats import Stats
 
 Batch = dict[str, Tensor]
 Deltas = Mapping[str, Sequence[float]]
+Mask = npt.NDArray[np.bool_]
 
 
 class LeRobotDataset(Dataset[Batch]):
@@ -115,9 +117,7 @@ class LeRobotDataset(Dataset[Batch]):
             batch[f"{name}_is_pad"] = torch.from_numpy(outside)
         return batch
 
-    def _window(
-        self, rows: Indices, offsets: Indices
-    ) -> tuple[Indices, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
+    def _window(self, rows: Indices, offsets: Indices) -> tuple[Indices, Mask]:
         """Rows [batch, time] clamped to each sample's episode, and which had to be."""
         wanted = rows[:, None] + offsets[None, :]
         inside = np.clip(wanted, self._first[rows][:, None], self._end[rows][:, None] - 1)

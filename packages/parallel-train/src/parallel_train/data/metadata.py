@@ -141,8 +141,7 @@ def _read_info(root: Path) -> dict[str, Any]:
             _CONVERT if old else f"Use a dataset of format {VERSION}.",
         )
     fps = info.get("fps")
-    number = isinstance(fps, int | float) and not isinstance(fps, bool)
-    if not (number and math.isfinite(fps) and fps > 0):
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise folder_error(
             root,
             f"meta/info.json has fps = {fps!r}, but a frame rate is a positive number.",

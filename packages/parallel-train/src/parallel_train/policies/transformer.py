@@ -34,11 +34,11 @@ class Attention(nn.Module):
             attn_mask=None if ignored_BK is None else ~ignored_BK[:, None, None, :],
             dropout_p=self.dropout if self.training else 0.0,
         )
-        out_BQD = out_BHQE.transpose(1, 2).flatten(2)
-        return self.to_out(out_BQD)  # type: ignore[no-any-return]
+        out_BQD: Tensor = self.to_out(out_BHQE.transpose(1, 2).flatten(2))
+        return out_BQD
 
     def _split(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        return x_BTD.reshape(*x_BTD.shape[:2], self.n_heads, -1).transpose(1, 2)
 
 
 class FeedForward(nn.Sequential):

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.chunks import ChunkQueue
@@ -135,15 +136,13 @@ class ACTPolicy(nn.Module):
         super().__init__()
         self.config, self.spec = config, spec
         dim = config.dim_model
+        _check_observation(spec)
         self.observation = ObservationTokens(config, spec)
         self.vae = VariationalEncoder(config, spec) if config.use_vae else None
         self.latent = nn.Linear(config.latent_dim, dim)
-        self.encoder = nn.ModuleList(
-            ACTEncoderLayer(config) for _ in range(config.n_encoder_layers)
-        )
-        self.decoder = nn.ModuleList(
-            ACTDecoderLayer(config) for _ in range(config.n_decoder_layers)
-        )
+        layers = config.n_encoder_layers, config.n_decoder_layers
+        self.encoder = nn.ModuleList(ACTEncoderLayer(config) for _ in range(layers[0]))
+        self.decoder = nn.ModuleList(ACTDecoderLayer(config) for _ in range(layers[1]))
         self.token_positions = nn.Parameter(torch.zeros(1 + self.observation.num_tokens, dim))
         self.queries = nn.Parameter(torch.zeros(config.chunk_size, dim))
         self.to_action = nn.Linear(dim, spec.dim(ACTION))
@@ -212,3 +211,16 @@ class ACTPolicy(nn.Module):
         init_xavier(self)
         for position in (self.token_positions, self.queries):
             nn.init.normal_(position)
+        if self.vae is not None:  # begin near the prior, or the KL term drowns the actions
+            nn.init.normal_(self.vae.to_latent.weight, std=0.01)
+
+
+def _check_observation(spec: DataSpec) -> None:
+    if not spec.observation_vectors():
+        raise ConfigError(
+            Problem(
+                "dataset.root",
+                ": there is no float vector named observation.*, but the policy reads at least one.",
+                f"The dataset has: {', '.join(sorted(spec.features))}.",
+            )
+        )
