@@ -91,7 +91,7 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("package", PACKAGES)
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 def tests(session: nox.Session, package: str) -> None:
     """One package's suite, from wheels, in an environment that holds only what it declares."""
     if not list(Path("dist").glob("parallel_*.whl")):

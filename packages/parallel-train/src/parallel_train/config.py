@@ -15,7 +15,7 @@ from parallel_config import (
     Problem,
     SchedulerConfig,
 )
-from parallel_config.codec import Schema
+from parallel_config.codec import Loaded, Schema, parse, read_config_text
 from parallel_config.errors import report
 from parallel_train.data.config import DatasetConfig
 from parallel_train.policies.act.configuration import ACTConfig
@@ -88,3 +88,22 @@ class TrainConfig:
 SCHEMA: Schema[TrainConfig] = Schema(
     TrainConfig, version=SCHEMA_VERSION, registries={"policy": POLICIES}
 )
+
+
+def read_config(
+    file: Path, *, trusted: bool, repeated_type: str | None = None
+) -> Loaded[TrainConfig]:
+    """Read a `.json` or `.toml` config.
+
+    `trusted` says that the user wrote the file. In a file that came with a checkpoint a policy
+    may be named by path only if the user repeated that very path (`repeated_type`).
+
+    Raises:
+        ConfigError: every problem of the file.
+    """
+    text, toml = read_config_text(file)
+    document = parse(text, source=str(file), toml=toml)
+    policy = document.get("policy")
+    named = policy.get("type") if isinstance(policy, dict) else None
+    trusted = trusted or (named is not None and named == repeated_type)
+    return SCHEMA.from_document(document, source=str(file), trusted=trusted)

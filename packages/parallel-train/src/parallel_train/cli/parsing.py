@@ -11,18 +11,18 @@ import tyro
 from tyro.conf import AvoidSubcommands, EnumChoicesFromValues, subcommand
 
 from parallel_config import ConfigError
+from parallel_config.codec import Loaded
 from parallel_config.errors import collect_problems
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.commands import (
     ConvertCommand,
     DoctorCommand,
     InspectCommand,
-    LaunchOptions,
     ResumeCommand,
     TrainCommand,
     VerifyCommand,
 )
-from parallel_train.config import SCHEMA, TrainConfig
+from parallel_train.config import TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
 
 COMMANDS: dict[str, type[Any]] = {
@@ -96,8 +96,10 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
     """What the flags go over: the config file for `train`, the checkpoint's config for `resume`."""
     if name == "train":
         file = argv_flags.value_of(words, "config")
-        config, notes = _read(Path(file).expanduser(), trusted=True) if file else _builtin()
-        return _with_policy(TrainCommand(run=config), words), notes
+        if file is None:
+            return _with_policy(TrainCommand(), words), ()
+        loaded = read_config(Path(file).expanduser(), trusted=True)
+        return _with_policy(TrainCommand(run=loaded.config), words), loaded.notes
     if name == "resume":
         path = next(
             iter(argv_flags.positionals(words, _flags(TrainCommand(), ResumeCommand(path="")))),
@@ -105,13 +107,13 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
         )
         if path is None:
             return None, ()
-        config, notes = checkpoint_config(path, words)
-        return _with_policy(ResumeCommand(path=path, run=config), words), notes
+        loaded = checkpoint_config(path, words)
+        return _with_policy(ResumeCommand(path=path, run=loaded.config), words), loaded.notes
     return None, ()
 
 
-def checkpoint_config(path: str, words: Sequence[str] = ()) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The config that a checkpoint was written with, and the notes of its migration.
+def checkpoint_config(path: str, words: Sequence[str]) -> Loaded[TrainConfig]:
+    """The config that a checkpoint was written with.
 
     Only registered policies resolve, unless the user repeats the path as `--policy.type`.
     """
@@ -119,27 +121,7 @@ def checkpoint_config(path: str, words: Sequence[str] = ()) -> tuple[TrainConfig
 
     file = Path(resolve_checkpoint(path)) / "pretrained_model" / "train_config.json"
     repeated = argv_flags.value_of(words, "policy.type")
-    return _read(file, trusted=False, repeated=repeated)
-
-
-def _read(
-    file: Path, *, trusted: bool, repeated: str | None = None
-) -> tuple[TrainConfig, tuple[str, ...]]:
-    from parallel_config.codec import parse as parse_document
-    from parallel_config.codec import read_config_text
-
-    text, toml = read_config_text(file)
-    document = parse_document(text, source=str(file), toml=toml)
-    policy = document.get("policy")
-    repeats_it = (
-        isinstance(policy, dict) and policy.get("type") == repeated and ":" in (repeated or "")
-    )
-    loaded = SCHEMA.from_document(document, source=str(file), trusted=trusted or repeats_it)
-    return loaded.config, loaded.notes
-
-
-def _builtin() -> tuple[TrainConfig, tuple[str, ...]]:
-    return TrainConfig(), ()
+    return read_config(file, trusted=False, repeated_type=repeated)
 
 
 def _with_policy(command: Any, words: Sequence[str]) -> Any:
@@ -170,5 +152,3 @@ def _flags(*commands: Any) -> dict[str, int]:
         table.pop("path", None)
     return table
 
-
-__all__ = ["LaunchOptions", "Parsed", "checkpoint_config", "parse"]

@@ -220,7 +220,7 @@ def _check_observation(spec: DataSpec) -> None:
         raise ConfigError(
             Problem(
                 "dataset.root",
-                ": there is no float vector named observation.*, but the policy reads at least one.",
+                ": there is no float vector named observation.*, but the policy reads one.",
                 f"The dataset has: {', '.join(sorted(spec.features))}.",
             )
         )

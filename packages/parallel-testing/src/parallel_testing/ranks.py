@@ -1,0 +1,231 @@
+"""Gloo ranks for tests: started from a forkserver that has imported torch once, and watched.
+
+    def work(value):                 # a function of the test module
+        return torch.distributed.get_rank() + value
+
+    def test_it():
+        assert run_ranks(work, 2, 10) == [10, 11]
+
+Four ranks start in about a second; `spawn` would take twenty, and plain `fork` breaks once the
+test process has threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+GLOO_TIMEOUT_S = 30.0
+_PRELOAD = ["torch", "torch.distributed", "accelerate", "parallel_testing.ranks"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended."""
+
+    rank: int
+    exit_code: int | None
+    """None when the watchdog had to kill it."""
+    result: Any = None
+    """What the function returned."""
+    error: str = ""
+    """Its traceback, or the stack it hung in."""
+    error_type: str = ""
+    """Name of the exception's class."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned and the process ended with 0."""
+        return self.exit_code == 0 and not self.error
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, died or hung; the message shows every such rank's traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 90.0,
+    env: Mapping[str, str] | None = None,
+    init: bool = True,
+) -> list[Any]:
+    """Run `fn(*args)` on `world_size` gloo ranks; returns the results by rank.
+
+    `fn` is a function at the top of a module. With `init` the process group is there already.
+
+    Raises:
+        RanksFailed: a rank raised, died, or was still busy after `timeout_s` seconds.
+    """
+    outcomes = rank_outcomes(fn, world_size, *args, timeout_s=timeout_s, env=env, init=init)
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if failed:
+        raise RanksFailed("\n".join(_describe(outcome) for outcome in failed))
+    return [outcome.result for outcome in outcomes]
+
+
+def rank_outcomes(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 90.0,
+    env: Mapping[str, str] | None = None,
+    init: bool = True,
+) -> list[Outcome]:
+    """Like `run_ranks`, for tests in which ranks are meant to fail: returns how each ended."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in _PRELOAD if importlib.util.find_spec(name)])
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder, port = Path(name), free_port()
+        processes = []
+        for rank in range(world_size):
+            variables = {**_environment(rank, world_size, port), **(env or {})}
+            spec = (_source(fn), fn.__qualname__, args, variables, init, str(folder))
+            process = context.Process(target=_child, args=(rank, pickle.dumps(spec)), daemon=False)
+            process.start()
+            processes.append(process)
+        _watch(processes, timeout_s)
+        return [_outcome(folder, rank, process) for rank, process in enumerate(processes)]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PARALLEL_DEVICE": "cpu",
+    }
+
+
+def _source(fn: Callable[..., Any]) -> tuple[str, str]:
+    """Name and file of the module that `fn` lives in; a test file is no importable module."""
+    module = sys.modules[fn.__module__]
+    return fn.__module__, str(module.__file__)
+
+
+def _watch(processes: Sequence[BaseProcess], timeout_s: float) -> None:
+    """Wait for all; after `timeout_s` have them dump their stacks and kill them."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [process for process in processes if process.is_alive()]
+    for process in hung:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid or 0, signal.SIGUSR2)
+    if hung:
+        time.sleep(0.5)
+    for process in hung:
+        process.kill()
+        process.join()
+
+
+def _outcome(folder: Path, rank: int, process: BaseProcess) -> Outcome:
+    stacks = folder / f"stacks-{rank}"
+    hung = stacks.exists() and stacks.stat().st_size > 0
+    report = folder / f"result-{rank}"
+    if report.exists():
+        result, error, error_type = pickle.loads(report.read_bytes())
+        return Outcome(rank, None if hung else process.exitcode, result, error, error_type)
+    text = stacks.read_text() if hung else ""
+    return Outcome(rank, None if hung else process.exitcode, error=text or "ended without a word")
+
+
+def _describe(outcome: Outcome) -> str:
+    how = "hung in" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
+    return f"--- rank {outcome.rank} {how}\n{outcome.error}"
+
+
+def _child(rank: int, pickled: bytes) -> None:
+    """In the rank: run the function, leave the result in a file, end without a hung teardown."""
+    source, qualname, args, variables, init, folder = pickle.loads(pickled)
+    os.environ.update(variables)
+    with open(Path(folder) / f"stacks-{rank}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        report, code = _run(source, qualname, args, init)
+        temporary = Path(folder) / f"result-{rank}.tmp"
+        temporary.write_bytes(pickle.dumps(report))
+        os.replace(temporary, Path(folder) / f"result-{rank}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A gloo thread that still owns a tensor aborts an ordinary exit.
+        os._exit(code)
+
+
+def _run(source: tuple[str, str], qualname: str, args: Any, init: bool) -> tuple[Any, int]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)  # before the first backward, or a forked process may die in it
+    try:
+        if init:
+            timeout = datetime.timedelta(seconds=GLOO_TIMEOUT_S)
+            dist.init_process_group("gloo", timeout=timeout)
+        result = _function(source, qualname)(*args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        return (result, "", ""), 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        return (None, "" if code == 0 else f"SystemExit({error.code!r})", "SystemExit"), code
+    except BaseException as error:
+        return (None, traceback.format_exc(), type(error).__name__), 1
+
+
+def _function(source: tuple[str, str], qualname: str) -> Callable[..., Any]:
+    name, path = source
+    module = sys.modules.get(name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"no module at {path}"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    found: Any = module
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def rank_environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a block and put the former ones back."""
+    before = {name: os.environ.get(name) for name in environ}
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

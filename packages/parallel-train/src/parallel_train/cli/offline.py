@@ -1,0 +1,69 @@
+"""`inspect`, `verify` and `convert`: one process, no process group, mostly no torch."""
+
+from __future__ import annotations
+
+import sys
+
+from parallel_ckpt.errors import CheckpointError
+from parallel_config import ConfigError
+
+from parallel_train.cli.app import fail
+from parallel_train.cli.commands import ConvertCommand, InspectCommand, VerifyCommand
+from parallel_train.cli.parsing import Parsed
+
+DAMAGED = 1
+
+
+def run(parsed: Parsed) -> int:
+    """Run one of the three. Returns 0, 1 for damage, 2 for wrong input."""
+    try:
+        match parsed.command:
+            case InspectCommand() as command:
+                return _inspect(command)
+            case VerifyCommand() as command:
+                return _verify(command)
+            case ConvertCommand() as command:
+                return _convert(command)
+            case _:
+                raise AssertionError(f"no offline command: {parsed.command!r}")
+    except ConfigError as error:
+        return fail(error, f"ptrain {parsed.argv[0]}")
+    except CheckpointError as error:
+        print(f"ptrain {parsed.argv[0]}: {error}", file=sys.stderr)
+        return DAMAGED
+
+
+def _inspect(command: InspectCommand) -> int:
+    from parallel_ckpt.inspect import inspect
+
+    info = inspect(command.path)
+    print(info.to_json() if command.json else info.render())
+    return 0
+
+
+def _verify(command: VerifyCommand) -> int:
+    from parallel_ckpt.verify import verify
+
+    report = verify(command.path, fast=command.fast)
+    print(report.render())
+    return 0 if report.ok else DAMAGED
+
+
+def _convert(command: ConvertCommand) -> int:
+    from parallel_ckpt.convert import convert
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("convert", total=None)
+        result = convert(
+            command.path,
+            output=command.output,
+            dtype=command.dtype,
+            max_shard_size=command.max_shard_size,
+            delete_dcp=command.delete_dcp,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    print(result.render())
+    return 0

@@ -1,0 +1,103 @@
+"""The loop: one report per optimizer update, on to the sinks, and a checkpoint when one is due."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from parallel_ckpt import CheckpointSaver
+from parallel_engine import Engine, StepReport
+from torch import nn
+from torch.optim import Optimizer
+
+from parallel_train.config import TrainConfig
+from parallel_train.resume import global_batch
+from parallel_train.signals import StopRequest
+from parallel_train.sinks import Row, Sinks, Stopwatch
+from parallel_train.task import LossFn
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the engine made of a task."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    loader: Any
+    loss_fn: LossFn
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The rest of a run, from `start_step` updates on."""
+
+    config: TrainConfig
+    """With resolved degrees."""
+    engine: Engine
+    prepared: Prepared
+    saver: CheckpointSaver
+    sinks: Sinks
+    train_config: str
+    """Text that goes into every checkpoint."""
+    model_files: dict[str, bytes]
+    start_step: int
+    start_samples: int
+
+    def run(self, stop: StopRequest) -> int:
+        """Collective: every rank. Train until the last step or a stop; returns the updates done."""
+        step, watch = self.start_step, Stopwatch()
+        windows = itertools.islice(
+            self.engine.accumulate(self.prepared.loader), self.config.steps - self.start_step
+        )
+        for micro_batches in windows:
+            report = self.engine.step(
+                self.prepared.model,
+                self.prepared.optimizer,
+                self.prepared.scheduler,
+                micro_batches,
+                self.prepared.loss_fn,
+                clip_norm=self.config.optimizer.clip_norm,
+            )
+            step += 1
+            self.sinks.emit(self._row(step, report, watch.lap()))
+            stopping = self.engine.any(stop.received is not None)
+            if self._due(step) or stopping:
+                self.save(step)
+                watch.lap()  # a save is no training time
+            if stopping:
+                break
+        return step
+
+    def save(self, step: int) -> None:
+        """Collective: every rank. Write the checkpoint of `step`."""
+        self.saver.save(
+            step=step,
+            samples_seen=self._samples(step),
+            model=self.prepared.model,
+            optimizer=self.prepared.optimizer,
+            scheduler=self.prepared.scheduler,
+            data_state={"seed": self.config.seed, "samples_seen": self._samples(step)},
+            train_config=self.train_config,
+            model_files=self.model_files,
+        )
+
+    def _due(self, step: int) -> bool:
+        freq = self.config.checkpoint.save_freq
+        return step == self.config.steps or (freq > 0 and step % freq == 0)
+
+    def _samples(self, step: int) -> int:
+        batch = global_batch(self.config, self.engine.topology)
+        return self.start_samples + (step - self.start_step) * batch
+
+    def _row(self, step: int, report: StepReport, seconds: float) -> Row:
+        return Row(
+            step=step,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            lr=report.lr,
+            samples_seen=self._samples(step),
+            samples_per_s=global_batch(self.config, self.engine.topology) / max(seconds, 1e-9),
+            extra=dict(report.metrics),
+        )

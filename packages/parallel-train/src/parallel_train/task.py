@@ -1,0 +1,135 @@
+"""What a config trains: data, policy, optimizer, schedule; built the same way on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parallel_config import OptimizerConfig, Topology
+from parallel_engine import Loss
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from parallel_train.config import TrainConfig
+from parallel_train.data.lerobot import Batch, LeRobotDataset
+from parallel_train.data.loader import build_loader
+from parallel_train.data.order import GlobalBatchSampler
+from parallel_train.policies.factory import build_policy, policy_json
+from parallel_train.processors import Preprocessor
+
+LossFn = Callable[[nn.Module, Batch], tuple[Loss, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything that `engine.prepare` and the loop need, still unwrapped."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    loader: DataLoader[Batch]
+    loss_fn: LossFn
+    model_files: dict[str, bytes]
+    """Files that are saved beside the weights, by name."""
+
+
+def build_task(
+    config: TrainConfig, topology: Topology, rank: int, *, samples_seen: int, pin_memory: bool
+) -> Task:
+    """Build everything on this rank. Initial weights depend on the seed alone.
+
+    Raises:
+        ConfigError: the dataset is no dataset, or does not fit the policy.
+    """
+    dataset = LeRobotDataset.from_config(config.dataset, config.policy)
+    preprocessor = Preprocessor.from_stats(dataset.stats, config.policy.normalization())
+    torch.manual_seed(config.seed)
+    model = build_policy(config.policy, dataset.spec)
+    optimizer = build_optimizer(config.optimizer, model)
+    sampler = GlobalBatchSampler(
+        num_samples=len(dataset),
+        batch_size=config.batch_size,
+        accumulation=config.accelerator.gradient_accumulation.steps,
+        dp_rank=topology.dp_rank(rank),
+        dp_world_size=topology.dp_world_size,
+        seed=config.seed,
+        start_samples=samples_seen,
+    )
+    loader = build_loader(
+        dataset,
+        sampler,
+        num_workers=config.dataset.num_workers,
+        prefetch_factor=config.dataset.prefetch_factor,
+        pin_memory=pin_memory and config.dataset.pin_memory,
+    )
+    return Task(
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_scheduler(config, optimizer),
+        loader=loader,
+        loss_fn=partial(policy_loss, preprocessor=preprocessor),
+        model_files={
+            "config.json": policy_json(config.policy, dataset.spec).encode(),
+            **_files_of(preprocessor),
+        },
+    )
+
+
+def policy_loss(
+    model: nn.Module, batch: Batch, *, preprocessor: Preprocessor
+) -> tuple[Loss, dict[str, Tensor]]:
+    """The policy's loss on a batch of the dataset, weighted so that any split of it adds up.
+
+    A policy that states no `loss_weight` counts every sample alike.
+    """
+    batch = preprocessor(batch)
+    loss, metrics = model(batch)
+    weigh = getattr(_unwrapped(model), "loss_weight", None)
+    weight = weigh(batch) if weigh is not None else torch.tensor(len(next(iter(batch.values()))))
+    weight = weight.to(loss.device, torch.float32)
+    return Loss(total=loss * weight, weight=weight), metrics
+
+
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    """The optimizer over every trainable parameter, in one group."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.type == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.betas[0], **common)
+    kind = torch.optim.AdamW if config.type == "adamw" else torch.optim.Adam
+    return kind(parameters, betas=config.betas, eps=config.eps, **common)
+
+
+def build_scheduler(config: TrainConfig, optimizer: Optimizer) -> LambdaLR:
+    """Learning rate as a function of updates alone: the same curve on any number of ranks."""
+    return LambdaLR(optimizer, partial(config.scheduler.factor, total_steps=config.steps))
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Give this rank its own streams of python's, numpy's and torch's random numbers."""
+    digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+    number = int.from_bytes(digest[:4], "little")
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002  (the global stream is what user code may draw from)
+    torch.manual_seed(number)
+
+
+def _files_of(preprocessor: Preprocessor) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        preprocessor.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "module", None)
+    return inner if isinstance(inner, nn.Module) else model
