@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hints
 
 from parallel_config.errors import ConfigError, Problem, collect_problems, nearest
 from parallel_config.registry import Registry
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 T = TypeVar("T")
 Document = dict[str, Any]
@@ -231,6 +232,9 @@ def _load_tagged(
 
 def _validate(cls: type[Any], document: Document) -> tuple[Any, list[Problem]]:
     """Build `cls` from a document; problems are relative to it."""
+    # Imported here because it takes longer than all the rest of `ptrain --help`.
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         text = json.dumps(document, default=str)
     except RecursionError:

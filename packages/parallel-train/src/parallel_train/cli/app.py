@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,7 +23,11 @@ USAGE_ERROR = 2
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `ptrain` and leave the process with its exit code."""
-    sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+    try:
+        sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+    except BrokenPipeError:  # the reader of our output, `head` say, had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def run(argv: Sequence[str]) -> int:

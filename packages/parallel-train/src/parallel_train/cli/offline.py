@@ -6,7 +6,6 @@ import sys
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_config import ConfigError
-
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import ConvertCommand, InspectCommand, VerifyCommand
 from parallel_train.cli.parsing import Parsed
@@ -50,9 +49,10 @@ def _verify(command: VerifyCommand) -> int:
 
 
 def _convert(command: ConvertCommand) -> int:
-    from parallel_ckpt.convert import convert
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    from parallel_ckpt.convert import convert
 
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

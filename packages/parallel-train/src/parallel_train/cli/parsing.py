@@ -151,4 +151,3 @@ def _flags(*commands: Any) -> dict[str, int]:
         table.pop("policy_type", None)
         table.pop("path", None)
     return table
-

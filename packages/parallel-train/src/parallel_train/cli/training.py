@@ -8,7 +8,6 @@ from pathlib import Path
 
 from parallel_config import ConfigError
 from parallel_config.environment import LaunchFacts, check_environment
-
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import ResumeCommand, TrainCommand
@@ -45,7 +44,6 @@ def _launch(parsed: Parsed, nproc: int) -> int:
 
 def _work(parsed: Parsed, facts: LaunchFacts) -> int:
     from parallel_engine import leave
-
     from parallel_train.launch import leave_exit_code
     from parallel_train.train import Job, train
 
@@ -70,5 +68,3 @@ def _work(parsed: Parsed, facts: LaunchFacts) -> int:
     if facts.world_size > 1:
         leave(code)
     return code
-
-
