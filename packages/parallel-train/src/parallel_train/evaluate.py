@@ -1,0 +1,164 @@
+"""Success rates of a policy in MetaWorld, beside the expert and a random policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_config import ConfigError, Problem
+from parallel_train.data.spec import STATE, DataSpec
+from parallel_train.processors import Postprocessor, Preprocessor
+from parallel_train.simulation import (
+    PLACEMENTS,
+    TASKS,
+    Controller,
+    Simulator,
+    Vector,
+    expert,
+    random_controller,
+)
+
+
+@dataclass(frozen=True)
+class SuccessRate:
+    """Solved episodes of one controller on one task."""
+
+    task: str
+    controller: str
+    """policy, expert or random."""
+    successes: int
+    episodes: int
+
+    @property
+    def rate(self) -> float:
+        """Solved episodes, as a fraction."""
+        return self.successes / self.episodes
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95% Wilson interval of the rate."""
+        return wilson(self.successes, self.episodes)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.task:<16} {self.controller:<7} {self.successes:>3}/{self.episodes:<3} "
+            f"{self.rate:6.1%}  (95%: {low:.1%} to {high:.1%})"
+        )
+
+
+class PolicyController:
+    """Lets a policy act on a MetaWorld observation.
+
+    Args:
+        policy: has `select_action(batch) -> [1, A]` and `reset()`; it is put into eval mode.
+        preprocessor: the one saved with the policy.
+        task_index: of the task, in the dataset that the policy was trained on.
+    """
+
+    def __init__(
+        self, policy: Any, preprocessor: Preprocessor, task_index: int, device: torch.device
+    ) -> None:
+        self._policy, self._preprocessor, self._device = policy.eval(), preprocessor, device
+        self._postprocessor: Postprocessor = preprocessor.postprocessor()
+        self._task = torch.tensor([task_index])
+
+    def reset(self) -> None:
+        """A new episode begins."""
+        self._policy.reset()
+
+    def __call__(self, observation: Vector) -> Vector:
+        """The action [4] for an observation [39]."""
+        batch = {STATE: torch.from_numpy(observation)[None], "task_index": self._task}
+        action_BA: Tensor = self._policy.select_action(self._preprocessor(batch, self._device))
+        action: Vector = self._postprocessor(action_BA)[0].float().cpu().numpy()
+        return action
+
+
+def evaluate_policy(
+    policy: Any,
+    preprocessor: Preprocessor,
+    spec: DataSpec,
+    tasks: list[str],
+    *,
+    episodes: int = 50,
+    seed: int = 0,
+    max_steps: int = 500,
+    on_result: Callable[[SuccessRate], None] = lambda result: None,
+) -> list[SuccessRate]:
+    """Roll policy, expert and random actions out on the same seeded episodes of every task.
+
+    `tasks` are MetaWorld names (reach-v3); `spec` is what the policy was built for and gives their
+    indices. The policy acts on the device of its parameters. `on_result` is called with every
+    result as soon as it is there.
+
+    Raises:
+        ConfigError: an unknown task, or one that the policy was not trained on.
+    """
+    device = next(iter(policy.parameters())).device
+    results: list[SuccessRate] = []
+    for task in tasks:
+        simulator = Simulator(task, seed)
+        actor = PolicyController(policy, preprocessor, task_index(spec, task), device)
+        controllers: dict[str, Controller] = {
+            "policy": actor,
+            "expert": expert(task),
+            "random": random_controller(seed),
+        }
+        for name, controller in controllers.items():
+            result = _success_rate(simulator, name, controller, episodes, max_steps)
+            on_result(result)
+            results.append(result)
+    return results
+
+
+def task_index(spec: DataSpec, task: str) -> int:
+    """Index in the policy's data of MetaWorld's `task`.
+
+    Raises:
+        ConfigError: the policy does not know the task.
+    """
+    text = TASKS.get(task, task)
+    if text not in spec.tasks:
+        known = [name for name, known in TASKS.items() if known in spec.tasks]
+        raise ConfigError(
+            Problem(
+                "tasks",
+                f"= {task!r}: the policy was trained on other tasks.",
+                f"Use {', '.join(known)}." if known else "Train on the embedded dataset first.",
+            )
+        )
+    return spec.tasks.index(text)
+
+
+def wilson(successes: int, episodes: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a proportion; `z` = 1.96 gives 95%."""
+    rate = successes / episodes
+    centre = (rate + z * z / (2 * episodes)) / (1 + z * z / episodes)
+    spread = z * math.sqrt(rate * (1 - rate) / episodes + (z / (2 * episodes)) ** 2)
+    half = spread / (1 + z * z / episodes)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _success_rate(
+    simulator: Simulator, name: str, controller: Controller, episodes: int, max_steps: int
+) -> SuccessRate:
+    if not 1 <= episodes <= PLACEMENTS:
+        raise ConfigError(
+            Problem(
+                "episodes",
+                f"= {episodes}, but one seed holds {PLACEMENTS}.",
+                f"Use --episodes 1 to {PLACEMENTS}, and several seeds for more.",
+            )
+        )
+    successes = 0
+    for number in range(episodes):
+        if isinstance(controller, PolicyController):
+            controller.reset()
+        successes += simulator.rollout(controller, number, max_steps=max_steps).success
+    return SuccessRate(simulator.task, name, successes, episodes)
