@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from parallel_train.data import frames
+from parallel_train.data.config import DatasetConfig
 from parallel_train.data.frames import Indices
 from parallel_train.data.metadata import Metadata, folder_error, read_metadata
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.data.stats import Stats
+from parallel_train.policies.base import PolicyConfig
 
 Batch = dict[str, Tensor]
 Deltas = Mapping[str, Sequence[float]]
@@ -71,6 +73,22 @@ class LeRobotDataset(Dataset[Batch]):
         }
         self._first, self._end = frames.episode_bounds(metadata.episodes)
         self._columns = {name: torch.from_numpy(column) for name, column in columns.items()}
+
+    @classmethod
+    def from_config(cls, config: DatasetConfig, policy: PolicyConfig) -> LeRobotDataset:
+        """The dataset of a run, with the frames that its policy reads.
+
+        Raises:
+            ConfigError: as above.
+        """
+        fps = read_metadata(config.folder).spec.fps
+        return cls(
+            config.folder,
+            policy.delta_timestamps(fps),
+            config.episodes,
+            stats=config.stats,
+            tolerance_s=config.tolerance_s,
+        )
 
     @property
     def spec(self) -> DataSpec:
