@@ -1,1 +1,11 @@
-"""Single process, DDP, FSDP2 or HSDP training of any torch module, decided by one config."""
+"""Single process, DDP, FSDP2 or HSDP training of any torch module, decided by one config.
+
+See `parallel_engine.engine` for the five lines.
+"""
+
+from parallel_engine._ranks import leave as leave
+from parallel_engine.engine import Engine as Engine
+from parallel_engine.engine import unwrap as unwrap
+from parallel_engine.step import Loss as Loss
+from parallel_engine.step import NonFiniteError as NonFiniteError
+from parallel_engine.step import StepReport as StepReport

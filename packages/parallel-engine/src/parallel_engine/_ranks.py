@@ -1,0 +1,121 @@
+"""Agreement between ranks: one error becomes everybody's, one value becomes everybody's.
+
+Collectives never sit under a rank condition. What only the main rank can know or do is a function
+handed to `from_main`; every rank calls it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from parallel_config.environment import LaunchFacts
+
+T = TypeVar("T")
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+def connect(device_type: str, facts: LaunchFacts) -> None:
+    """Collective: every rank. Start the process group of the launch unless there is one.
+
+    On CUDA the group has gloo beside nccl: agreements and offloaded state need a CPU backend.
+    """
+    if facts.world_size == 1 or dist.is_initialized():
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(facts.local_rank)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def agree(error: BaseException | None) -> None:
+    """Collective: every rank. Raise the first rank's error on all ranks, or return on all.
+
+    Raises:
+        Exception: the error of the lowest rank that has one, the same on every rank.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    errors: list[BaseException | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, _portable(error))
+    for rank, found in enumerate(errors):
+        if found is not None:
+            if error is not None and rank == dist.get_rank():
+                raise error
+            raise found
+
+
+def together(fn: Callable[[], T]) -> T:
+    """Collective: every rank. `fn()` on every rank; an error on one is raised on all."""
+    try:
+        value, error = fn(), None
+    except Exception as caught:
+        value, error = None, caught
+    agree(error)
+    return value  # type: ignore[return-value]
+
+
+def from_main(fn: Callable[[], T]) -> T:
+    """Collective: every rank. Run `fn` on the main rank; its value, or error, is everybody's.
+
+    The value is pickled.
+    """
+    if not dist.is_initialized():
+        return fn()
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [fn(), None]
+        except Exception as error:
+            outcome = [None, _portable(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    value, failure = outcome
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[no-any-return]
+
+
+def any_rank(flag: bool) -> bool:
+    """Collective: every rank. Whether the flag is set on any rank."""
+    if not dist.is_initialized():
+        return flag
+    value = torch.tensor(int(flag))
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return bool(value)
+
+
+def leave(code: int) -> NoReturn:
+    """End this rank's process, in the worker's main only.
+
+    A plain exit may abort while a gloo thread still owns a tensor, and a peer that leaves early
+    breaks the others' last collective: so after success all meet once more, then the group is
+    destroyed and the process ends without running destructors.
+    """
+    if dist.is_initialized():
+        if code == 0:
+            dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """An error that survives pickling; others travel as text."""
+    import pickle
+
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,269 @@
+"""From the config to accelerate's objects: every field explicit, then compared with the config.
+
+accelerate fills every field left open from its environment variables, and one of them beats even an
+explicit argument. So nothing is left open, and what it ended up with is checked: a difference is an
+error that names the variable (or, with `PARALLEL_ALLOW_ACCELERATE_ENV=1`, a line in the log).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate import ParallelismConfig as AccelerateParallelism
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    TorchDynamoPlugin,
+)
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from parallel_config import AcceleratorConfig, ConfigError, Kind, Problem, Topology
+from parallel_config.environment import ALLOW_VARIABLE, environment_wins
+from parallel_engine.cpu_fsdp import shard_on_cpu
+from parallel_engine.wrapping import WrapPolicy
+
+DTYPES = {"no": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What accelerate itself writes into the environment while its objects are built.
+_WRITTEN = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_MIXED_PRECISION")
+
+_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def build_accelerator(
+    config: AcceleratorConfig,
+    topology: Topology,
+    device: torch.device,
+    *,
+    wrap_policy: WrapPolicy | None = None,
+    ignored: Sequence[nn.Module] = (),
+) -> Accelerator:
+    """Accelerate's view of the config; `wrap_policy` is needed when the topology is sharded.
+
+    Raises:
+        ConfigError: what accelerate ended up with differs from the config.
+    """
+    # Whatever an earlier Accelerator of this process left behind says nothing about this run.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with _environment_as_it_was(), _alone(topology):
+        plugin = mesh = None
+        if topology.is_sharded:
+            assert wrap_policy is not None, "a sharded topology needs a wrap policy"
+            plugin = _fsdp_plugin(config, wrap_policy, ignored)
+            mesh = _parallelism(topology)
+        on_cpu = device.type == "cpu"
+        accelerator = Accelerator(
+            cpu=on_cpu,
+            mixed_precision=config.mixed_precision,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=config.gradient_accumulation.steps,
+                adjust_scheduler=False,
+                sync_with_dataloader=False,
+                sync_each_batch=False,
+            ),
+            step_scheduler_with_optimizer=False,
+            dynamo_plugin=_no_dynamo(),
+            fsdp_plugin=None if on_cpu else plugin,
+            parallelism_config=None if on_cpu else mesh,
+            kwargs_handlers=[_ddp_handler(config), GradScalerKwargs()],
+        )
+        if plugin is not None and on_cpu:
+            shard_on_cpu(accelerator, plugin, mesh)
+    problems = list(_differences(accelerator, config, topology, device))
+    if problems and not environment_wins():
+        raise ConfigError(problems, source="accelerate")
+    return accelerator
+
+
+def mixed_precision_policy(config: AcceleratorConfig) -> MixedPrecisionPolicy:
+    """Compute dtype and reduction dtype of FSDP2; accelerate's own "bf16" reduces in bf16.
+
+    fp32 widens the reduction of narrower gradients; without mixed precision it would narrow those
+    of a float64 model, so gradients then keep the parameters' dtype.
+    """
+    reduce_dtype = DTYPES[config.fsdp.reduce_dtype]
+    if config.mixed_precision == "no" and config.fsdp.reduce_dtype == "fp32":
+        reduce_dtype = None
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.mixed_precision], reduce_dtype=reduce_dtype
+    )
+
+
+def _fsdp_plugin(
+    config: AcceleratorConfig, policy: WrapPolicy, ignored: Sequence[nn.Module]
+) -> FullyShardedDataParallelPlugin:
+    by_size = policy.min_num_params is not None
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=config.fsdp.reshard_after_forward,
+        mixed_precision_policy=mixed_precision_policy(config),
+        auto_wrap_policy="size_based_wrap" if by_size else "transformer_based_wrap",
+        transformer_cls_names_to_wrap=None if by_size else list(policy.class_names),
+        # accelerate compares with ">", ours is "at least".
+        min_num_params=(policy.min_num_params or 1) - 1,
+        cpu_offload=config.fsdp.cpu_offload,
+        ignored_modules=list(ignored) or None,
+        state_dict_type="SHARDED_STATE_DICT",
+        limit_all_gathers=True,
+        activation_checkpointing=False,
+        activation_checkpointing_offload=False,
+        cpu_ram_efficient_loading=False,
+    )
+
+
+def _parallelism(topology: Topology) -> AccelerateParallelism:
+    return AccelerateParallelism(
+        dp_replicate_size=topology.dp_replicate,
+        dp_shard_size=topology.dp_shard,
+        tp_size=1,
+        cp_size=1,
+        sp_size=1,
+    )
+
+
+def _no_dynamo() -> TorchDynamoPlugin:
+    """Compiling is per wrap unit and ours; accelerate's is off whatever the environment says."""
+    return TorchDynamoPlugin(
+        backend=DynamoBackend.NO,
+        mode="default",
+        fullgraph=False,
+        dynamic=False,
+        use_regional_compilation=False,
+    )
+
+
+def _ddp_handler(config: AcceleratorConfig) -> DistributedDataParallelKwargs:
+    return DistributedDataParallelKwargs(
+        find_unused_parameters=config.ddp.find_unused_parameters,
+        static_graph=config.ddp.static_graph,
+        bucket_cap_mb=config.ddp.bucket_cap_mb,
+        gradient_as_bucket_view=config.ddp.gradient_as_bucket_view,
+        broadcast_buffers=config.ddp.broadcast_buffers,
+    )
+
+
+@contextlib.contextmanager
+def _environment_as_it_was() -> Iterator[None]:
+    """Undo what accelerate exports, or a second engine and child processes trip our own guard."""
+    before = {name: os.environ.get(name) for name in _WRITTEN}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _alone(topology: Topology) -> Iterator[None]:
+    """Hide the launch of a single rank: accelerate would start a process group for it."""
+    hidden = {}
+    if topology.world_size == 1:
+        hidden = {name: os.environ.pop(name) for name in _LAUNCH if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _differences(
+    accelerator: Accelerator, config: AcceleratorConfig, topology: Topology, device: torch.device
+) -> Iterator[Problem]:
+    for field, found, wanted, variable in _effective(accelerator, config, topology, device):
+        if found != wanted:
+            value = os.environ.get(variable)
+            cause = f"{variable} = {value!r}" if value is not None else "an earlier Accelerator"
+            yield Problem(
+                field,
+                f"= {wanted}, but accelerate ended up with {found} because of {cause}.",
+                f"Unset {variable}, or set {ALLOW_VARIABLE}=1 to let the environment win.",
+            )
+
+
+def _effective(
+    accelerator: Accelerator, config: AcceleratorConfig, topology: Topology, device: torch.device
+) -> Iterator[tuple[str, Any, Any, str]]:
+    """(field, what accelerate has, what the config says, the variable that would explain it)."""
+    state = accelerator.state
+    yield (
+        "accelerator.gradient_accumulation.steps",
+        accelerator.gradient_accumulation_steps,
+        config.gradient_accumulation.steps,
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    )
+    yield (
+        "accelerator.mixed_precision",
+        state.mixed_precision,
+        config.mixed_precision,
+        "ACCELERATE_MIXED_PRECISION",
+    )
+    yield (
+        "accelerator.compile.backend",
+        state.dynamo_plugin.backend,
+        DynamoBackend.NO,
+        "ACCELERATE_DYNAMO_BACKEND",
+    )
+    yield "device", accelerator.device.type, device.type, "ACCELERATE_USE_CPU"
+    yield "world size", accelerator.num_processes, topology.world_size, "WORLD_SIZE"
+    expected = {
+        Kind.SINGLE: DistributedType.NO,
+        Kind.DDP: DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU,
+    }.get(topology.kind, DistributedType.FSDP)
+    yield "kind", accelerator.distributed_type, expected, "ACCELERATE_USE_FSDP"
+    if topology.is_sharded:
+        yield from _effective_fsdp(state.fsdp_plugin, config)
+
+
+def _effective_fsdp(plugin: Any, config: AcceleratorConfig) -> Iterator[tuple[str, Any, Any, str]]:
+    section = "accelerator.fsdp"
+    yield f"{section}.version", plugin.fsdp_version, 2, "FSDP_VERSION"
+    yield (
+        f"{section}.reshard_after_forward",
+        plugin.reshard_after_forward,
+        config.fsdp.reshard_after_forward,
+        "FSDP_RESHARD_AFTER_FORWARD",
+    )
+    yield (
+        f"{section}.cpu_offload",
+        type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
+        config.fsdp.cpu_offload,
+        "FSDP_OFFLOAD_PARAMS",
+    )
+    yield (
+        f"{section}.state_dict_type",
+        str(plugin.state_dict_type).rpartition(".")[2],
+        "SHARDED_STATE_DICT",
+        "FSDP_STATE_DICT_TYPE",
+    )
+    yield (
+        "accelerator.activation_checkpointing",
+        plugin.activation_checkpointing,
+        False,
+        "FSDP_ACTIVATION_CHECKPOINTING",
+    )
+    yield (
+        f"{section}.cpu_ram_efficient_loading",
+        plugin.cpu_ram_efficient_loading,
+        False,
+        "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    )
+    policy = plugin.mixed_precision_policy
+    wanted = mixed_precision_policy(config)
+    yield (
+        "accelerator.mixed_precision",
+        (policy.param_dtype, policy.reduce_dtype),
+        (wanted.param_dtype, wanted.reduce_dtype),
+        "ACCELERATE_MIXED_PRECISION",
+    )

@@ -1,0 +1,300 @@
+"""Engine: a model, an optimizer and a loader made ready for any topology, and the update.
+
+engine = Engine(parallelism=ParallelismConfig(dp_shard=-1), accelerator=AcceleratorConfig())
+model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
+for micro_batches in engine.accumulate(loader):
+    report = engine.step(model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=1.0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from parallel_config import AcceleratorConfig, ConfigError, ParallelismConfig, Problem, Topology
+from parallel_config.environment import LaunchFacts, check_environment, requested_device
+from parallel_engine import _ranks, preflight
+from parallel_engine import step as _step
+from parallel_engine.accelerate_build import DTYPES, build_accelerator
+from parallel_engine.determinism import apply_determinism
+from parallel_engine.entry_points import prepare_entry_points
+from parallel_engine.loading import prepare_loader
+from parallel_engine.step import LossFn, NonFiniteError, StepReport
+from parallel_engine.units import checkpoint_units, compile_units
+from parallel_engine.wrapping import forward_methods, resolve_wrap_policy, wrap_units
+
+log = logging.getLogger("parallel_engine")
+
+
+class Engine:
+    """Collective: every rank. One per process and run.
+
+    Args:
+        parallelism: degrees; resolved against the launch's world size.
+        accelerator: precision, accumulation and the knobs of each kind.
+        device: where to run; None takes `PARALLEL_DEVICE`, else this rank's CUDA device, else CPU.
+        on_nonfinite: what to do when a loss or gradient is not finite: raise, or leave the update
+            out and count it.
+
+    Raises:
+        ConfigError: the degrees do not fit the launch, or the environment asks for something else.
+    """
+
+    def __init__(
+        self,
+        *,
+        parallelism: ParallelismConfig | None = None,
+        accelerator: AcceleratorConfig | None = None,
+        device: torch.device | str | None = None,
+        on_nonfinite: Literal["error", "skip"] = "error",
+    ) -> None:
+        check_environment()
+        self.facts = LaunchFacts.read()
+        self.config = accelerator or AcceleratorConfig()
+        self.topology: Topology = (parallelism or ParallelismConfig()).resolve(
+            self.facts.world_size
+        )
+        self.device = _device(device, self.facts)
+        self.on_nonfinite = on_nonfinite
+        self.num_skipped = 0
+        """Updates left out because a value was not finite."""
+        apply_determinism(self.config)
+        _ranks.connect(self.device.type, self.facts)
+        self._accelerator: Accelerator | None = None
+        self._model: nn.Module | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of this process among all of the launch."""
+        return self.facts.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank prints and writes what is written once."""
+        return self.facts.is_main
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Accelerate's object, there after `prepare`."""
+        if self._accelerator is None:
+            raise RuntimeError("engine.accelerator is there after engine.prepare(...)")
+        return self._accelerator
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, loader: Any) -> Any:
+        """Collective: every rank. Returns (model, optimizer, scheduler, loader), ready.
+
+        `scheduler` and `loader` may be None. The optimizer is built before, on the whole model.
+
+        Raises:
+            ConfigError: model, optimizer or loader do not fit the config; all problems at once.
+        """
+        if self._accelerator is not None:
+            raise RuntimeError("an Engine prepares one model and one optimizer; make another one")
+        names = _ranks.together(lambda: self._check(model, optimizer))
+        policy = resolve_wrap_policy(model, self.config.fsdp) if self.topology.is_sharded else None
+        units = wrap_units(model, policy) if policy else _compile_units(model)
+        ignored = preflight.ignored_modules(model, self.config) if policy else []
+        replicated = _names_of(model, ignored)
+        preflight.make_contiguous(model)
+        checkpoint_units(model, units, self.config.activation_checkpointing)
+        compile_units(units, self.config.compile)
+        self._accelerator = _ranks.together(
+            lambda: build_accelerator(
+                self.config, self.topology, self.device, wrap_policy=policy, ignored=ignored
+            )
+        )
+        _move_whole(model, self.device, ignored)
+        wrapped, optimizer, scheduler = self._accelerator.prepare(model, optimizer, scheduler)
+        prepare_entry_points(
+            wrapped,
+            model,
+            names,
+            device_type=self.device.type,
+            autocast_dtype=DTYPES[self.config.mixed_precision],
+        )
+        if policy:
+            preflight.verify_sharded(wrapped, optimizer, replicated)
+            self._log_units(wrapped, policy.source)
+        self._model = wrapped
+        return wrapped, optimizer, scheduler, prepare_loader(loader, self._accelerator, self.device)
+
+    def accumulate(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
+        """Windows of micro-batches, one per update, for as long as the caller asks.
+
+        The loader is started again at its end; a window runs on over that end.
+
+        Raises:
+            ConfigError: the loader yields nothing.
+        """
+        steps = self.config.gradient_accumulation.steps
+        window: list[Any] = []
+        epoch = 0
+        while True:
+            empty = True
+            _set_epoch(loader, epoch)
+            for batch in loader:
+                empty = False
+                window.append(batch)
+                if len(window) == steps:
+                    yield window
+                    window = []
+            if empty:
+                raise ConfigError(Problem("loader", "yields no batch on this rank."))
+            epoch += 1
+
+    def step(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        scheduler: Any,
+        micro_batches: Sequence[Any],
+        loss_fn: LossFn,
+        *,
+        clip_norm: float | None = None,
+    ) -> StepReport:
+        """Collective: every rank. One optimizer update over the window.
+
+        `loss_fn(model, batch)` returns a 0-dim mean or a `Loss`, alone or with a dict of metrics.
+
+        Raises:
+            NonFiniteError: on every rank, before the update, with `on_nonfinite="error"`.
+        """
+        started = time.perf_counter()
+        lr = float(optimizer.param_groups[0]["lr"])
+        window = _step.run_window(self, model, micro_batches, loss_fn)
+        sums = _step.reduce_window(window)
+        weight = sums.weight if sums.weight > 0 else 1.0
+        norm = self.clip(model, scale=self.topology.dp_world_size / weight, clip_norm=clip_norm)
+        loss = sums.total / weight
+        skipped = not (abs(loss) < float("inf") and norm < float("inf"))
+        if skipped and self.config.mixed_precision != "fp16":
+            self._refuse_or_count(loss, norm)
+        self.update(optimizer, scheduler, skip=skipped)
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            seconds=time.perf_counter() - started,
+            skipped=skipped,
+            metrics=sums.metrics,
+        )
+
+    @contextlib.contextmanager
+    def micro_batch(self, model: nn.Module, index: int, count: int) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: only the last of a window syncs."""
+        if index == count - 1:
+            yield
+        else:
+            with self.accelerator.no_sync(model):
+                yield
+
+    def backward(self, loss: Tensor) -> None:
+        """Collective: every rank. Backward of one micro-batch; fp16 goes through its scaler."""
+        scaler = self.accelerator.scaler
+        (scaler.scale(loss) if scaler is not None else loss).backward()
+
+    def clip(self, model: nn.Module, *, scale: float = 1.0, clip_norm: float | None) -> float:
+        """Collective: every rank. Scale the gradients, clip them by their true global norm.
+
+        Returns the norm before clipping, the same on every rank.
+        """
+        self.accelerator.unscale_gradients()
+        if self.topology.is_sharded:
+            _step.average_replicated(model, self.topology.dp_world_size)
+        return _step.scale_and_clip(list(model.parameters()), scale=scale, max_norm=clip_norm)
+
+    def update(self, optimizer: Any, scheduler: Any, *, skip: bool = False) -> None:
+        """Optimizer and scheduler once, gradients to None. A skipped update moves neither."""
+        if not skip or self.accelerator.scaler is not None:
+            optimizer.step()
+        if scheduler is not None and not (skip or optimizer.step_was_skipped):
+            scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Collective: every rank. An error on one rank is raised on all."""
+        _ranks.agree(error)
+
+    def from_main(self, fn: Any) -> Any:
+        """Collective: every rank. The main rank's `fn()`, or its error, on every rank."""
+        return _ranks.from_main(fn)
+
+    def any(self, flag: bool) -> bool:
+        """Collective: every rank. Whether the flag is set anywhere."""
+        return _ranks.any_rank(flag)
+
+    def _check(self, model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+        _require("model", model, nn.Module)
+        _require("optimizer", optimizer, Optimizer)
+        preflight.check(model, optimizer, self.config, self.topology, self.device)
+        return forward_methods(model)
+
+    def _refuse_or_count(self, loss: float, norm: float) -> None:
+        self.num_skipped += 1
+        message = f"loss = {loss}, gradient norm = {norm}: not finite, before the update"
+        if self.on_nonfinite == "error":
+            raise NonFiniteError(message)
+        log.warning("%s; update skipped (%d so far)", message, self.num_skipped)
+
+    def _log_units(self, model: nn.Module, source: str) -> None:
+        if self.is_main:
+            units = [
+                name or "(root)" for name, m in model.named_modules() if isinstance(m, FSDPModule)
+            ]
+            log.info("%d wrap units (%s): %s", len(units), source, ", ".join(units[:20]))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP; any other as it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _require(name: str, value: object, kind: type[Any]) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(
+            Problem(name, f"is a {type(value).__name__}; one {kind.__name__} is needed.")
+        )
+
+
+def _device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device or requested_device() or best)
+    if chosen == torch.device("cuda"):  # without an index
+        return torch.device("cuda", facts.local_rank)
+    return chosen
+
+
+def _compile_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Units for checkpointing and compiling where nothing is sharded: what the model declares."""
+    names = set(getattr(model, "_fsdp_wrap_modules", None) or ())
+    return {n: m for n, m in model.named_modules() if n and type(m).__name__ in names}
+
+
+def _names_of(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:
+    held = {id(p) for module in modules for p in module.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) in held}
+
+
+def _move_whole(model: nn.Module, device: torch.device, ignored: Sequence[nn.Module]) -> None:
+    """Parameters that are not sharded are moved here; FSDP2 moves the others."""
+    for module in ignored:
+        module.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    for owner in (loader, getattr(loader, "sampler", None)):
+        set_epoch = getattr(owner, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)

@@ -1,0 +1,75 @@
+"""Declared entry points beside `forward`: the same user code on every kind, in the same precision.
+
+FSDP2 registers a method so that its units gather around it. DDP synchronises gradients only when
+its own forward runs, so a declared method is routed through it. accelerate's autocast wraps
+`forward` alone, so the others get it here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+
+def prepare_entry_points(
+    wrapped: nn.Module,
+    model: nn.Module,
+    names: Sequence[str],
+    *,
+    device_type: str,
+    autocast_dtype: torch.dtype | None,
+) -> None:
+    """Make `wrapped.<name>(...)` work for every declared name.
+
+    `wrapped` is what prepare returned, `model` the user's own module in it.
+    """
+    if isinstance(wrapped, FSDPModule):
+        for name in names:
+            register_fsdp_forward_method(wrapped, name)
+        return
+    for name in names:
+        method = getattr(model, name)
+        if autocast_dtype is not None:
+            method = _under_autocast(method, device_type, autocast_dtype)
+            setattr(model, name, method)
+        if isinstance(wrapped, DistributedDataParallel):
+            setattr(wrapped, name, _through_forward(wrapped, model, method))
+
+
+def _under_autocast(
+    method: Callable[..., Any], device_type: str, dtype: torch.dtype
+) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=dtype):
+            return method(*args, **kwargs)
+
+    return call
+
+
+def _through_forward(
+    wrapped: DistributedDataParallel, model: nn.Module, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Call `method` as DDP's forward: its hooks see the outputs and arm the gradient reduction."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        forward = model.forward
+
+        def once(*inner_args: Any, **inner_kwargs: Any) -> Any:
+            model.forward = forward  # the method may call the model itself
+            return method(*inner_args, **inner_kwargs)
+
+        model.forward = once
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            model.forward = forward
+
+    return call

@@ -1,0 +1,123 @@
+"""Wrap units and declared entry points: what a model says about how it may be cut.
+
+A wrap unit is a module whose parameters are gathered and freed together. The user's
+`wrap_modules` come first, then `min_num_params`, then the model's own `_fsdp_wrap_modules`; a model
+without any is an error, since sharding the root alone saves no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from parallel_config import ConfigError, FSDPConfig, Problem
+from parallel_config.errors import nearest
+
+
+@dataclass(frozen=True)
+class WrapPolicy:
+    """Which modules become wrap units: by class name, or by size."""
+
+    class_names: tuple[str, ...] = ()
+    min_num_params: int | None = None
+    source: str = ""
+    """Who decided: a field path, or the model's class."""
+
+    def matches(self, module: nn.Module) -> bool:
+        """Whether `module` becomes a unit of its own."""
+        if self.min_num_params is not None:
+            return sum(p.numel() for p in module.parameters()) >= self.min_num_params
+        return type(module).__name__ in self.class_names
+
+
+def resolve_wrap_policy(model: nn.Module, config: FSDPConfig) -> WrapPolicy:
+    """Decide the wrap units of `model`; works on a meta model and without ranks.
+
+    Raises:
+        ConfigError: nobody names units, a class does not exist in the model, or nothing matches.
+    """
+    if config.wrap_modules is not None:
+        policy = WrapPolicy(config.wrap_modules, source="accelerator.fsdp.wrap_modules")
+    elif config.min_num_params is not None:
+        policy = WrapPolicy(
+            min_num_params=config.min_num_params, source="accelerator.fsdp.min_num_params"
+        )
+    else:
+        policy = _declared(model)
+    _check(model, policy)
+    return policy
+
+
+def wrap_units(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
+    """The modules below the root that become units, by FQN."""
+    return {name: m for name, m in model.named_modules() if name and policy.matches(m)}
+
+
+def forward_methods(model: nn.Module) -> tuple[str, ...]:
+    """Entry points beside `forward` that the model declares in `_fsdp_forward_methods`.
+
+    Raises:
+        ConfigError: a declared name is no method of the model.
+    """
+    names = tuple(getattr(model, "_fsdp_forward_methods", ()))
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            methods = [m for m in dir(type(model)) if not m.startswith("_")]
+            raise ConfigError(
+                Problem(
+                    f"{type(model).__name__}._fsdp_forward_methods",
+                    f"= {list(names)}, but the model has no method {name!r}.",
+                    nearest(name, methods),
+                )
+            )
+    return names
+
+
+def _declared(model: nn.Module) -> WrapPolicy:
+    owner = type(model).__name__
+    names: Sequence[str] = getattr(model, "_fsdp_wrap_modules", None) or ()
+    if not names:
+        raise ConfigError(
+            Problem(
+                "accelerator.fsdp.wrap_modules",
+                f"= None, and {owner} declares no _fsdp_wrap_modules: nothing below the root "
+                "would be sharded, which saves no memory.",
+                f"Use --accelerator.fsdp.wrap_modules with one of: {_class_list(model)}.",
+            )
+        )
+    return WrapPolicy(tuple(names), source=f"{owner}._fsdp_wrap_modules")
+
+
+def _check(model: nn.Module, policy: WrapPolicy) -> None:
+    if policy.min_num_params is not None:
+        if not wrap_units(model, policy):
+            largest = max(sum(p.numel() for p in m.parameters()) for m in model.children())
+            raise ConfigError(
+                Problem(
+                    policy.source,
+                    f"= {policy.min_num_params} matches no module; the largest below the root "
+                    f"has {largest} parameters.",
+                    f"Use --accelerator.fsdp.min_num_params {largest} or less.",
+                )
+            )
+        return
+    present = _classes(model)
+    for name in policy.class_names:
+        if name not in present:
+            raise ConfigError(
+                Problem(
+                    policy.source,
+                    f"= {list(policy.class_names)}, but the model has no module of class {name!r}.",
+                    f"{nearest(name, present)} It has: {_class_list(model)}.".strip(),
+                )
+            )
+
+
+def _classes(model: nn.Module) -> list[str]:
+    return sorted({type(m).__name__ for name, m in model.named_modules() if name})
+
+
+def _class_list(model: nn.Module) -> str:
+    return ", ".join(_classes(model))
