@@ -1,1 +1,28 @@
-"""Save, verify, reshard, convert and inspect distributed checkpoints of any torch model."""
+"""Checkpoints of any torch model that can be trusted, and resumed on any number of ranks.
+
+with CheckpointSaver("run", topology=topology) as saver:
+    saver.save(step=500, samples_seen=32000, model=model, optimizer=optimizer)
+
+start = read_start("run", topology=topology)      # before the model is wrapped
+restore(start.path, model, optimizer, scheduler)  # after
+start.restore_rng()                               # before the first micro-batch
+"""
+
+from parallel_ckpt.errors import CheckpointError as CheckpointError
+from parallel_ckpt.errors import CheckpointNotFound as CheckpointNotFound
+from parallel_ckpt.errors import DamagedCheckpoint as DamagedCheckpoint
+from parallel_ckpt.errors import StateMismatch as StateMismatch
+from parallel_ckpt.layout import RunFolder as RunFolder
+from parallel_ckpt.layout import StepFolder as StepFolder
+from parallel_ckpt.manifest import FORMAT_VERSION as FORMAT_VERSION
+from parallel_ckpt.manifest import Manifest as Manifest
+from parallel_ckpt.manifest import read_manifest as read_manifest
+from parallel_ckpt.resolving import newest_intact as newest_intact
+from parallel_ckpt.resolving import resolve_checkpoint as resolve_checkpoint
+from parallel_ckpt.restoring import Restored as Restored
+from parallel_ckpt.restoring import Start as Start
+from parallel_ckpt.restoring import load_weights as load_weights
+from parallel_ckpt.restoring import read_start as read_start
+from parallel_ckpt.restoring import restore as restore
+from parallel_ckpt.saving import CheckpointSaver as CheckpointSaver
+from parallel_ckpt.weights import save_weights as save_weights

@@ -40,6 +40,9 @@ class Manifest:
     """Optimizer updates done."""
     samples_seen: int
     """Real samples consumed by those updates, over all ranks."""
+    sequence: int
+    """Counts the commits of a run: the newest checkpoint is not the one of the highest step when a
+    run was taken up again from an earlier one."""
     topology: Topology
     """Degrees of the run that wrote it."""
     checkpoint_format: CheckpointFormat
@@ -127,6 +130,7 @@ def _build(document: Mapping[str, Any]) -> Manifest:
     return Manifest(
         step=document["step"],
         samples_seen=document["samples_seen"],
+        sequence=document["sequence"],
         topology=Topology(**document["topology"]),
         checkpoint_format=CheckpointFormat(document["checkpoint_format"]),
         files=tuple(FileRecord(**record) for record in document["files"]),
@@ -167,6 +171,7 @@ _SCALARS: Mapping[str, tuple[str, Any]] = {
     "format_version": (f"{FORMAT_VERSION}", lambda value: type(value) is int and value == 1),
     "step": ("a count", _is_count),
     "samples_seen": ("a count", _is_count),
+    "sequence": ("a count", _is_count),
     "checkpoint_format": (
         "one of " + ", ".join(CheckpointFormat),
         lambda value: isinstance(value, str) and value in set(CheckpointFormat),

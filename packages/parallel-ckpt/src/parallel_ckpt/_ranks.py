@@ -1,0 +1,124 @@
+"""The ranks that act together: who is main, what all know, and how one rank's error reaches all."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from parallel_ckpt.errors import CheckpointError
+from parallel_config import ConfigError
+
+MAIN = 0
+DEADLINE_S = 1800.0
+"""How long ranks wait for one another before they give up with an error."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process among those of its group; without a process group it is alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None
+    """A gloo group of our own, so that nothing here meets the training's collectives."""
+
+    @classmethod
+    def join(cls, deadline_s: float = DEADLINE_S) -> Ranks:
+        """Collective: every rank. Form a group of all ranks with a deadline of its own."""
+        if not _is_running():
+            return cls()
+        timeout = datetime.timedelta(seconds=deadline_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        return cls(dist.get_rank(), dist.get_world_size(), group)
+
+    def leave(self) -> None:
+        """Collective: every rank. Dissolve the group, unless all groups are gone already."""
+        if self.group is not None and _is_running():
+            dist.destroy_process_group(self.group)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank writes what exists once."""
+        return self.rank == MAIN
+
+    def all_gather(self, value: T) -> list[T]:
+        """Collective: every rank. The values of all ranks, in order of rank."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """Collective: every rank. The main rank's value."""
+        if self.group is None:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=MAIN, group=self.group)
+        result: T = box[0]
+        return result
+
+    def attempt(self, act: Callable[[], T]) -> T:
+        """Collective: every rank. Run `act`, which has no collectives, on each rank.
+
+        Raises:
+            ConfigError: the same on every rank when any rank's `act` failed.
+        """
+        return self.attempt_all(act)[self.rank]
+
+    def attempt_all(self, act: Callable[[], T]) -> list[T]:
+        """Collective: every rank. As `attempt`, with the results of all ranks."""
+        outcome: T | ConfigError
+        cause: BaseException | None = None
+        try:
+            outcome = act()
+        except Exception as error:
+            cause, outcome = error, describe(error, self.rank)
+        outcomes = self.all_gather(outcome)
+        for found in outcomes:
+            if isinstance(found, ConfigError):
+                raise found from cause
+        return outcomes  # type: ignore[return-value]
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """Collective: every rank. Run `act` on the main rank; all get its result or its error."""
+        return self.attempt_all(lambda: act() if self.is_main else None)[MAIN]  # type: ignore[return-value]
+
+
+def describe(error: BaseException, rank: int) -> ConfigError:
+    """What all ranks are told of one rank's error."""
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, OSError):
+        where = error.filename or "file system"
+        return CheckpointError.of(where, f"failed on rank {rank}: {error.strerror or error}.")
+    return CheckpointError.of(f"rank {rank}", f"failed: {type(error).__name__}: {error}")
+
+
+def _is_running() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+_shared: dict[dist.ProcessGroup, Ranks] = {}
+
+
+def all_ranks() -> Ranks:
+    """Collective: every rank. The group that free functions share, formed at the first call.
+
+    It is remembered per process group, because groups are scarce and are freed only together.
+    """
+    if not _is_running():
+        return Ranks()
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _shared:
+        _shared.clear()
+        _shared[world] = Ranks.join()
+    return _shared[world]

@@ -1,0 +1,246 @@
+"""`run.lock`: a run folder has one writer.
+
+The holder touches the file every few seconds. A lock whose process is known to be gone, or that
+nobody has touched for long, is taken over with a line; a fresh one is refused, because two writers
+would remove each other's saves as leftovers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from parallel_ckpt.errors import CheckpointError
+
+BEAT_S = 5.0
+"""Seconds between two touches by the holder."""
+STALE_S = 60.0
+"""A lock untouched for this long has no holder: a dozen beats were missed."""
+MAX_LOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, as written in it."""
+
+    host: str
+    pid: int
+    namespace: str
+    """Of process ids: containers of one host may not see one another's processes."""
+    started: str
+    """Of the process, as the kernel counts: tells a process from a later one of the same pid."""
+    token: str
+
+    @classmethod
+    def here(cls) -> Holder:
+        """The process that asks, with a token of its own."""
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, _namespace(), _started(pid), uuid.uuid4().hex)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its process is one that we could see."""
+        return self.host == socket.gethostname() and self.namespace == _namespace()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process is known to have ended; a process of another host never is."""
+        return self.is_local and (not self.started or _started(self.pid) != self.started)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """A held lock; `release` it. Made by `acquire`."""
+
+    def __init__(self, path: Path, holder: Holder, beat_s: float) -> None:
+        self.path = path
+        self.holder = holder
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._beat, args=(beat_s,), name="run.lock", daemon=True
+        )
+        self._thread.start()
+
+    @classmethod
+    def acquire(
+        cls, path: Path, *, beat_s: float = BEAT_S, stale_s: float = STALE_S
+    ) -> tuple[RunLock, list[str]]:
+        """Take the lock, at most by waiting until a silent one counts as stale.
+
+        Returns it with a line for each lock that was taken over.
+
+        Raises:
+            CheckpointError: its holder is alive.
+        """
+        mine, notes = Holder.here(), []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while not _create(path, mine):
+            found = read_holder(path)
+            _refuse_if_alive(path, found, stale_s)
+            if _take_away(path, found):
+                notes.append(f"{path}: taken over; {found or 'its holder'} is gone.")
+        return cls(path, mine, beat_s), notes
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the lock is still ours: a holder that was stopped for long may have lost it."""
+        return read_holder(self.path) == self.holder
+
+    def check(self) -> None:
+        """Raise unless the lock is still ours.
+
+        Raises:
+            CheckpointError: another process has taken it over.
+        """
+        if not self.is_held:
+            raise CheckpointError.of(
+                self.path,
+                f"was taken over by {read_holder(self.path) or 'another process'}.",
+                "Only one run may write here.",
+            )
+
+    def release(self) -> None:
+        """Stop touching the lock and remove it, if it is still ours."""
+        self._stop.set()
+        self._thread.join()
+        if self.is_held:
+            self.path.unlink(missing_ok=True)
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._stop.wait(beat_s):
+            try:
+                if self.is_held:
+                    os.utime(self.path)
+            except OSError:
+                continue  # A file system that hangs for a moment must not end the run.
+
+
+def read_holder(path: Path) -> Holder | None:
+    """Who holds the lock; None when there is none, or it says nothing readable."""
+    try:
+        if path.stat().st_size > MAX_LOCK_BYTES:
+            return None
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return Holder(
+            str(document["host"]),
+            int(document["pid"]),
+            str(document["namespace"]),
+            str(document["started"]),
+            str(document["token"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _create(path: Path, holder: Holder) -> bool:
+    """Create the lock unless there is one; complete from the first moment that others see it."""
+    spare = path.with_name(f".{path.name}.{holder.token}")
+    spare.write_text(json.dumps(asdict(holder)) + "\n", encoding="utf-8")
+    try:
+        os.link(spare, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return _create_without_links(path, holder)
+    finally:
+        spare.unlink()
+    return True
+
+
+def _create_without_links(path: Path, holder: Holder) -> bool:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(holder)) + "\n")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _refuse_if_alive(path: Path, found: Holder | None, stale_s: float) -> None:
+    """Return when the lock has no living holder; wait while that is not yet known."""
+    if found is not None and found.is_gone:
+        return
+    is_alive = found is not None and found.is_local
+    first = _touched(path)
+    while first is not None and _now(path) - first <= stale_s:
+        if is_alive or _touched(path) not in (first, None):
+            raise CheckpointError.of(
+                path,
+                f"is held by {found or 'another process'}, which is alive.",
+                "Stop that run first, or use another --output_dir.",
+            )
+        if _touched(path) is None:
+            return
+        time.sleep(min(0.5, stale_s / 10))
+
+
+def _take_away(path: Path, expected: Holder | None) -> bool:
+    """Remove a dead lock; False when somebody else was faster."""
+    grave = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        os.rename(path, grave)
+    except FileNotFoundError:
+        return False
+    if read_holder(grave) == expected:
+        grave.unlink()
+        return True
+    with contextlib.suppress(OSError):
+        # A live lock was created between our look and our move: give it back.
+        os.link(grave, path)
+    grave.unlink()
+    return False
+
+
+def _touched(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def _now(path: Path) -> float:
+    """The file system's own time, which a lock's age is counted in: hosts' clocks differ."""
+    probe = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Start time of a process in kernel ticks; empty when there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return _started_without_proc(pid)
+    fields = text.rpartition(")")[2].split()
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _started_without_proc(pid: int) -> str:
+    if Path("/proc/self/stat").exists():
+        return ""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "alive"

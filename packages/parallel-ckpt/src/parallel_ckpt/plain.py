@@ -1,0 +1,101 @@
+"""Plain values to JSON and back without loss: tuples, odd keys, counters and NaN survive.
+
+Nothing is ever pickled: resuming from a stranger's checkpoint must execute nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
+
+_TAGS = ("$tuple", "$items", "$counter", "$float", "$scalar")
+
+
+def dump_json(value: Any, where: str) -> bytes:
+    """The stored text of `value`.
+
+    Raises:
+        CheckpointError: something in it is no plain value; the message names where it sits.
+    """
+    encoded = encode(value, where)
+    return (json.dumps(encoded, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def load_json(text: bytes, where: str) -> Any:
+    """Inverse of `dump_json`.
+
+    Raises:
+        DamagedCheckpoint: the text was not written by `dump_json`.
+    """
+    try:
+        return decode(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint.of(where, f"is no document of ours: {error}.") from error
+
+
+def encode(value: Any, where: str) -> Any:
+    """`value` in terms of JSON; see `dump_json`."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return _encode_number(value)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.ndim == 0:
+        return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), where)]}
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, where)
+    raise CheckpointError.of(
+        where,
+        f"is a {type(value).__name__}, but only plain values are kept: nothing that is unpickled "
+        "on resume may enter a checkpoint.",
+        "Use numbers, strings, lists, tuples and dicts.",
+    )
+
+
+def decode(value: Any) -> Any:
+    """Inverse of `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and (tag := next(iter(value))) in _TAGS:
+        return _decode_tagged(tag, value[tag])
+    return {key: decode(item) for key, item in value.items()}
+
+
+def _encode_number(value: float) -> Any:
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
+    plain_keys = all(isinstance(key, str) and not key.startswith("$") for key in value)
+    if plain_keys and not isinstance(value, Counter):
+        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+    items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    return {"$counter" if isinstance(value, Counter) else "$items": items}
+
+
+def _decode_tagged(tag: str, value: Any) -> Any:
+    if tag == "$tuple":
+        return tuple(decode(item) for item in value)
+    if tag == "$float":
+        return float(value)
+    if tag == "$scalar":
+        dtype = getattr(torch, value[0])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value[0]!r} is no dtype")
+        return torch.tensor(decode(value[1]), dtype=dtype)
+    items = {decode(key): decode(item) for key, item in value}
+    return Counter(items) if tag == "$counter" else items

@@ -1,0 +1,417 @@
+"""Saving: one collective call writes everything, and only a whole checkpoint ever exists."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as safetensors_bytes
+from torch import nn
+
+from parallel_ckpt import dcp_writer
+from parallel_ckpt._ranks import DEADLINE_S, Ranks
+from parallel_ckpt.background import Background, Staging
+from parallel_ckpt.commit import abandon, begin, commit, delete, mend, read_last
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.hashing import hash_bytes, hashed_file
+from parallel_ckpt.layout import (
+    DCP,
+    PRETRAINED_MODEL,
+    TRAIN_CONFIG,
+    TRAINING_STATE,
+    RunFolder,
+    StepFolder,
+)
+from parallel_ckpt.lock import RunLock
+from parallel_ckpt.manifest import FileRecord, Manifest, is_safe_path, read_manifest
+from parallel_ckpt.optimizer_state import OptimizerState, collect, inner_scheduler
+from parallel_ckpt.plain import dump_json
+from parallel_ckpt.retention import superseded
+from parallel_ckpt.rng import RngState
+from parallel_ckpt.shards import Shard, model_shards, owners, signature
+from parallel_ckpt.weights import write_safetensors
+from parallel_config import CheckpointConfig, CheckpointFormat, ConfigError, Topology
+from parallel_config.checkpoint import parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything of one moment that a checkpoint holds, on this rank."""
+
+    step: int
+    samples_seen: int
+    weights: Mapping[str, Shard]
+    optimizer: Mapping[str, Shard]
+    documents: Mapping[str, bytes]
+    """Files that exist once, by path in the checkpoint; the same on every rank."""
+    rng: bytes
+    """Random state of this rank, as a safetensors file."""
+
+
+class CheckpointSaver:
+    """The one writer of a run's checkpoints. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        topology: Topology,
+        config: CheckpointConfig | None = None,
+        checkpoint_format: CheckpointFormat = CheckpointFormat.SAFETENSORS,
+        provenance: Mapping[str, Any] | None = None,
+        on_note: Callable[[str], None] = print,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """Collective: every rank. Lock the run folder, check that all ranks see it, and mend it.
+
+        `provenance` is kept in each manifest; `on_note` is called on the main rank with a line for
+        everything that was taken over, put back or removed.
+
+        Raises:
+            CheckpointError: another run writes here, or a rank does not see the folder.
+        """
+        self._run = RunFolder(Path(run_dir).expanduser().absolute())
+        self._topology = topology
+        self._config = config or CheckpointConfig()
+        self._format = checkpoint_format
+        self._provenance = dict(provenance or {})
+        self._on_note = on_note
+        self._ranks = Ranks.join(deadline_s)
+        self._lock: RunLock | None = None
+        self._pending: Background[Path] | None = None
+        self._staging = Staging()
+        try:
+            self._sequence = self._open()
+        except BaseException:
+            self._release()
+            raise
+        self._background_ranks = Ranks.join(deadline_s) if self._config.async_save else self._ranks
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close(failed=error is not None)
+
+    def save(
+        self,
+        *,
+        step: int,
+        samples_seen: int,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        data_state: Any = None,
+        train_config: str | None = None,
+        model_files: Mapping[str, str | bytes] | None = None,
+    ) -> Path:
+        """Collective: every rank. Write the checkpoint of `step`; return its folder.
+
+        `model_files` (config, processors) land beside the weights. With `async_save` the call
+        returns once this rank's shards are copied; the folder exists after `wait`.
+
+        Raises:
+            CheckpointError: the same on every rank, when any rank failed; the former checkpoints
+                and `last` are untouched.
+        """
+        self.wait()
+        snapshot = self._ranks.attempt(
+            lambda: _take_snapshot(
+                step=step,
+                samples_seen=samples_seen,
+                model=model,
+                optimizer=optimizer,
+                scheduler=inner_scheduler(scheduler),
+                data_state=data_state,
+                files=_model_files(train_config, model_files or {}),
+            )
+        )
+        self._check_agreement(snapshot)
+        if not self._config.async_save:
+            return self._write(snapshot, self._ranks)
+        staged = self._stage(snapshot)
+        self._pending = Background(lambda: self._write(staged, self._background_ranks))
+        return self._run.step(step).path
+
+    def wait(self) -> None:
+        """Collective: every rank. Wait until the save that is in flight is committed.
+
+        Raises:
+            CheckpointError: it failed; the same on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Collective: every rank. Wait for the save in flight and give the run folder back.
+
+        With `failed` an error of that save is not raised over the one that is under way.
+        """
+        try:
+            self.wait()
+        except ConfigError as error:
+            if not failed:
+                raise
+            self._on_note(str(error))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _open(self) -> int:
+        """Lock, check and mend the folder; the highest sequence number that it holds."""
+
+        def take() -> tuple[str, str, int]:
+            self._run.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock, notes = RunLock.acquire(self._run.lock)
+            for note in [*notes, *mend(self._run)]:
+                self._on_note(note)
+            token = uuid.uuid4().hex
+            probe = self._run.checkpoints / f".shared-{token}"
+            probe.write_text(token, encoding="utf-8")
+            return str(probe), token, _highest_sequence(self._run)
+
+        probe, token, sequence = self._ranks.on_main(take)
+        try:
+            self._ranks.attempt(lambda: _read_back(self._run, Path(probe), token, self._ranks.rank))
+        finally:
+            if self._ranks.is_main:
+                Path(probe).unlink(missing_ok=True)
+        return sequence
+
+    def _check_agreement(self, snapshot: Snapshot) -> None:
+        """Ranks that hold different tensors would each write what another does not know of."""
+        shapes = signature(snapshot.weights), signature(snapshot.optimizer)
+        digest = hash_bytes(repr((snapshot.step, shapes)).encode())
+        digests = self._ranks.all_gather(digest)
+        odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
+        if odd:
+            raise CheckpointError.of(
+                "checkpoint",
+                f"of step {snapshot.step}: ranks {odd} hold other tensors, or save another step, "
+                "than rank 0.",
+                "Build the same model and optimizer on every rank.",
+            )
+
+    def _stage(self, snapshot: Snapshot) -> Snapshot:
+        """Copy what this rank will write into memory that nothing else touches."""
+        needed = _needed(snapshot, self._ranks, self._format)
+        return self._ranks.attempt(lambda: self._staging.copy(snapshot, needed))
+
+    def _write(self, snapshot: Snapshot, ranks: Ranks) -> Path:
+        """Write, flush, agree, commit."""
+        folder = StepFolder(Path(ranks.on_main(lambda: str(self._begin(snapshot.step)))))
+        try:
+            files = self._write_files(folder, snapshot, ranks)
+            path = ranks.on_main(lambda: str(self._commit(folder, snapshot, files)))
+        except BaseException:
+            if ranks.is_main:
+                abandon(folder)
+            raise
+        self._sequence += 1
+        return Path(path)
+
+    def _begin(self, step: int) -> Path:
+        assert self._lock is not None
+        self._lock.check()
+        return begin(self._run, step).path
+
+    def _write_files(
+        self, folder: StepFolder, snapshot: Snapshot, ranks: Ranks
+    ) -> list[FileRecord]:
+        own = ranks.attempt_all(lambda: _write_own(folder, snapshot, ranks, self._format))
+        records = [record for part in own for record in part.records]
+        records += ranks.on_main(lambda: _finish_dcp(folder, own))
+        if self._format.has_safetensors:
+            limit = parse_size(self._config.max_shard_size)
+            files = write_safetensors(folder.pretrained_model, snapshot.weights, ranks, limit)
+            records += dcp_writer.file_records(PRETRAINED_MODEL, files)
+        return records + ranks.on_main(lambda: _write_documents(folder, snapshot.documents))
+
+    def _commit(self, folder: StepFolder, snapshot: Snapshot, files: list[FileRecord]) -> Path:
+        assert self._lock is not None
+        self._lock.check()
+        manifest = Manifest(
+            step=snapshot.step,
+            samples_seen=snapshot.samples_seen,
+            sequence=self._sequence + 1,
+            topology=self._topology,
+            checkpoint_format=self._format,
+            files=tuple(sorted(files, key=lambda record: record.path)),
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            provenance=self._provenance,
+        )
+        path = commit(self._run, folder, manifest).path
+        self._retire(snapshot.step)
+        return path
+
+    def _retire(self, step: int) -> None:
+        """Delete what retention lets go; a checkpoint that cannot be deleted is only a note."""
+        protected = {step, read_last(self._run)} - {None}
+        doomed = superseded(
+            self._run.committed_steps(),
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            protected=[kept for kept in protected if kept is not None],
+        )
+        for old in doomed:
+            try:
+                delete(self._run, old)
+            except OSError as error:
+                self._on_note(f"{self._run.step(old).path}: not deleted: {error.strerror}.")
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one rank wrote by itself."""
+
+    records: list[FileRecord]
+    optimizer: dcp_writer.Part
+    weights: dcp_writer.Part | None
+
+
+def _take_snapshot(
+    *,
+    step: int,
+    samples_seen: int,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    data_state: Any,
+    files: Mapping[str, bytes],
+) -> Snapshot:
+    state = OptimizerState({}, {"groups": [], "state": {}, "scaler": None})
+    if optimizer is not None:
+        state = collect(model, optimizer)
+    facts = {"step": step, "samples_seen": samples_seen, "seed": torch.initial_seed()}
+    scheduler_state = None if scheduler is None else scheduler.state_dict()
+    documents = {
+        "training_step.json": dump_json(facts, "training_step"),
+        "optimizer.json": dump_json(state.index, "optimizer"),
+        "scheduler.json": dump_json(scheduler_state, "scheduler"),
+        "data.json": dump_json(data_state, "data_state"),
+    }
+    return Snapshot(
+        step=step,
+        samples_seen=samples_seen,
+        weights=model_shards(model),
+        optimizer=state.shards,
+        documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
+        rng=safetensors_bytes(dict(RngState.capture().tensors)),
+    )
+
+
+def _model_files(
+    train_config: str | None, model_files: Mapping[str, str | bytes]
+) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    given = dict(model_files) | ({} if train_config is None else {TRAIN_CONFIG: train_config})
+    for name, content in given.items():
+        reserved = name.startswith("model") and name.endswith((".safetensors", ".index.json"))
+        if not is_safe_path(name) or reserved or name.split("/")[0] == DCP:
+            raise CheckpointError.of("model_files", f"names {name!r}, which is no name to give.")
+        files[f"{PRETRAINED_MODEL}/{name}"] = (
+            content.encode() if isinstance(content, str) else bytes(content)
+        )
+    return files
+
+
+def _needed(snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat) -> tuple[set[str], set[str]]:
+    """Names of weights and of optimizer tensors that this rank will write or send."""
+
+    def mine(shards: Mapping[str, Shard], spread: bool) -> set[str]:
+        chosen = owners(shards, ranks.world_size, spread=spread)
+        return {name for name, owner in chosen.items() if owner == ranks.rank}
+
+    return mine(snapshot.weights, not form.has_safetensors), mine(snapshot.optimizer, True)
+
+
+def _write_own(
+    folder: StepFolder, snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat
+) -> _Own:
+    weights, optimizer = _needed(snapshot, ranks, form)
+    rng = folder.rng(ranks.rank)
+    with hashed_file(rng) as file:
+        file.write(snapshot.rng)
+    relative = rng.relative_to(folder.path).as_posix()
+    records = [FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)]
+    part = dcp_writer.write_part(
+        folder.optimizer, {name: snapshot.optimizer[name] for name in optimizer}, ranks.rank
+    )
+    records += dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", part.files)
+    if not form.has_dcp:
+        return _Own(records, part, None)
+    model = dcp_writer.write_part(
+        folder.dcp, {name: snapshot.weights[name] for name in weights}, ranks.rank
+    )
+    records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", model.files)
+    return _Own(records, part, model)
+
+
+def _finish_dcp(folder: StepFolder, own: list[_Own]) -> list[FileRecord]:
+    files = dcp_writer.finish(folder.optimizer, [part.optimizer for part in own])
+    records = dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", files)
+    models = [part.weights for part in own if part.weights is not None]
+    if models:
+        files = dcp_writer.finish(folder.dcp, models)
+        records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", files)
+    return records
+
+
+def _write_documents(folder: StepFolder, documents: Mapping[str, bytes]) -> list[FileRecord]:
+    records = []
+    for relative, content in documents.items():
+        path = folder.path / relative
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hashed_file(path) as file:
+            file.write(content)
+        records.append(
+            FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)
+        )
+    return records
+
+
+def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
+    try:
+        found = probe.read_text(encoding="utf-8")
+    except OSError:
+        found = ""
+    if found != token:
+        raise CheckpointError.of(
+            "output_dir",
+            f"= {str(run.path)!r} is not shared by rank {rank}: it does not see a file that the "
+            "main rank has just written there.",
+            "Use --output_dir on a file system that every rank mounts.",
+        )
+
+
+def _highest_sequence(run: RunFolder) -> int:
+    highest = 0
+    for step in run.committed_steps():
+        try:
+            highest = max(highest, read_manifest(run.step(step)).sequence)
+        except CheckpointError:
+            continue  # A damaged one is reported by whoever wants to load it.
+    return highest
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("parallel-ckpt", "parallel-config", "parallel-engine", "accelerate"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

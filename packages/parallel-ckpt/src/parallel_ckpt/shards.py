@@ -1,0 +1,209 @@
+"""What this rank holds of each tensor, whatever wraps the model: the one view the package has.
+
+A `Shard` says in plain numbers which box of a global tensor lies in which local memory. Saving and
+loading need nothing else, so one code path serves single, DDP, FSDP2 and HSDP, and a copy of a
+shard in host memory can be saved as the original can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+
+from parallel_ckpt.errors import CheckpointError
+from parallel_config import clean_fqn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One box of one global tensor, in this rank's memory."""
+
+    local: torch.Tensor
+    """The box itself: never a DTensor, never needs a gradient; shares memory with the original."""
+    shape: tuple[int, ...]
+    """Of the global tensor."""
+    offsets: tuple[int, ...]
+    """Where the box begins in the global tensor, one per dim."""
+    holders: tuple[int, ...] = ()
+    """Ranks that hold this very box; empty when every rank does."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Extent of the box, one per dim."""
+        return tuple(self.local.shape)
+
+    @property
+    def global_bytes(self) -> int:
+        """Bytes of the global tensor."""
+        return math.prod(self.shape) * self.local.element_size()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of a tensor that has something."""
+        return self.local.numel() == 0 and math.prod(self.shape) > 0
+
+    def with_local(self, local: torch.Tensor) -> Shard:
+        """The same box in other memory."""
+        return replace(self, local=local)
+
+
+def shard_of(tensor: torch.Tensor, name: str) -> Shard:
+    """Box that this rank holds of a tensor or DTensor; no collective, nothing is copied.
+
+    Raises:
+        CheckpointError: a DTensor holds pending sums, so that its value is not yet known.
+    """
+    if not isinstance(tensor, DTensor):
+        local = tensor.detach()
+        return Shard(local, tuple(tensor.shape), (0,) * tensor.ndim)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError.of(name, f"has pending sums over ranks ({tensor.placements}).")
+    mesh = tensor.device_mesh
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    local = tensor.to_local().detach()
+    offsets = tuple(offsets) if local.numel() else (0,) * tensor.ndim
+    return Shard(local, tuple(tensor.shape), offsets, _holders(tensor))
+
+
+def _holders(tensor: DTensor) -> tuple[int, ...]:
+    """Ranks whose mesh coordinate differs from ours only along axes that replicate."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise CheckpointError.of("model", "holds a tensor of a mesh that this rank is not part of.")
+    index = tuple(
+        slice(None) if placement.is_replicate() else at
+        for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+    return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+
+
+def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dict[str, int | None]:
+    """Which rank writes each box that this rank holds; None where the box is empty.
+
+    Every rank comes to the same answer without a word, because only global facts are used. With
+    `spread` the bytes are divided evenly among the holders, else the lowest holder writes.
+    """
+    loads: dict[int, list[int]] = {}
+    chosen: dict[str, int | None] = {}
+    for name in sorted(shards):
+        shard = shards[name]
+        holders = shard.holders or tuple(range(world_size))
+        load = loads.setdefault(len(holders), [0] * len(holders))
+        lightest = load.index(min(load)) if spread else 0
+        load[lightest] += shard.global_bytes
+        chosen[name] = None if shard.is_empty else holders[lightest]
+        if not math.prod(shard.shape):
+            chosen[name] = 0
+    return chosen
+
+
+def signature(shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Names, global shapes and dtypes: what must be the same on every rank."""
+    return sorted((name, shard.shape, str(shard.local.dtype)) for name, shard in shards.items())
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own model inside DDP and `torch.compile`."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else None
+        inner = getattr(model, "_orig_mod", None) if inner is None else inner
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by FQN, tied ones under their first name only.
+
+    FSDP2 units that are gathered at the moment (after an evaluation, say) are resharded first.
+
+    Raises:
+        CheckpointError: a module keeps extra state, which could only be pickled.
+    """
+    model = unwrap(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    _refuse_extra_state(model)
+    tensors = {clean_fqn(name): parameter for name, parameter in model.named_parameters()}
+    return tensors | dict(_persistent_buffers(model))
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers, each with the name that is saved."""
+    model = unwrap(model)
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    everything: list[tuple[str, torch.Tensor]] = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in everything:
+        name = clean_fqn(name)
+        if first.setdefault(id(tensor), name) != name:
+            found[name] = first[id(tensor)]
+    return found
+
+
+def model_shards(model: nn.Module) -> dict[str, Shard]:
+    """Box that this rank holds of every parameter and persistent buffer, by FQN."""
+    return {name: shard_of(tensor, name) for name, tensor in named_tensors(model).items()}
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    """FQN of each parameter, tied ones once."""
+    return {p: clean_fqn(name) for name, p in unwrap(model).named_parameters()}
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield clean_fqn(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def _refuse_extra_state(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError.of(
+                f"model.{clean_fqn(name)}",
+                f"({type(module).__name__}) keeps extra state through get_extra_state, which could "
+                "only be pickled.",
+                "Keep it in buffers.",
+            )
+
+
+def overlap(
+    one: tuple[Sequence[int], Sequence[int]], other: tuple[Sequence[int], Sequence[int]]
+) -> list[tuple[int, int]] | None:
+    """Common part of two boxes (offsets, sizes) as (start, length) per dim; None if there is none.
+
+    A 0-dim box meets any other 0-dim box.
+    """
+    common: list[tuple[int, int]] = []
+    for start_a, size_a, start_b, size_b in zip(*one, *other, strict=True):
+        start, stop = max(start_a, start_b), min(start_a + size_a, start_b + size_b)
+        if stop <= start:
+            return None
+        common.append((start, stop - start))
+    return common
+
+
+def narrow(tensor: torch.Tensor, box: list[tuple[int, int]], offsets: Sequence[int]) -> Any:
+    """The view of `tensor`, which begins at `offsets`, that covers `box`."""
+    for dim, (start, length) in enumerate(box):
+        tensor = tensor.narrow(dim, start - offsets[dim], length)
+    return tensor

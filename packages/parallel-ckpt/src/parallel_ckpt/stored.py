@@ -1,0 +1,151 @@
+"""Tensors as they lie in a checkpoint, and filling shards from them, whatever the format.
+
+Each rank reads the bytes of its own boxes and no others, so no rank ever holds the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
+from parallel_ckpt.shards import Shard
+from parallel_config import Problem
+
+MAX_LISTED = 10
+"""Tensors listed by name in one error; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Shape and dtype of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """A set of stored tensors that shards can be filled from."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """What is there, by key."""
+
+    def fill(self, key: str, target: Shard) -> int:
+        """Copy the stored values of the target's box into its memory; how many there were."""
+
+
+def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, str]) -> None:
+    """Fill every target from the stored tensor of its key. No collective.
+
+    Raises:
+        DamagedCheckpoint: what is stored does not cover a box.
+    """
+    with torch.no_grad():
+        for name, target in targets.items():
+            wanted = target.local.numel()
+            found = source.fill(keys.get(name, name), target) if wanted else 0
+            if found != wanted:
+                raise DamagedCheckpoint.of(name, f"has {found} of {wanted} values stored.")
+
+
+def match(
+    source: Mapping[str, Stored],
+    targets: Mapping[str, Shard],
+    aliases: Mapping[str, str],
+    *,
+    where: str,
+    allow_cast: bool = False,
+) -> dict[str, str]:
+    """The stored key of each target that is stored under another name of a tied tensor.
+
+    Raises:
+        StateMismatch: lists tensors that are missing, unexpected, of another shape, or would lose
+            precision.
+    """
+    other_names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        other_names.setdefault(name, []).append(alias)
+    keys = {
+        name: next((a for a in other_names.get(name, ()) if a in source), name)
+        for name in targets
+        if name not in source
+    }
+    used = {keys.get(name, name) for name in targets}
+    problems = [
+        *_shape_problems(source, targets, keys, where, allow_cast),
+        *(
+            Problem(f"{where}: {name}", "is in the checkpoint, but not in what is loaded into.")
+            for name in sorted(set(source) - used - set(aliases))
+        ),
+    ]
+    if problems:
+        raise StateMismatch(_shortened(problems, where))
+    return keys
+
+
+def _shape_problems(
+    source: Mapping[str, Stored],
+    targets: Mapping[str, Shard],
+    keys: Mapping[str, str],
+    where: str,
+    allow_cast: bool,
+) -> Iterator[Problem]:
+    for name, target in sorted(targets.items()):
+        stored = source.get(keys.get(name, name))
+        if stored is None:
+            yield Problem(f"{where}: {name}", "is missing in the checkpoint.")
+        elif stored.shape != target.shape:
+            yield Problem(
+                f"{where}: {name}", f"has shape {target.shape}, but {stored.shape} is stored."
+            )
+        elif not allow_cast and not keeps_precision(stored.dtype, target.local.dtype):
+            yield Problem(
+                f"{where}: {name}",
+                f"has dtype {target.local.dtype}, which would lose precision of the stored "
+                f"{stored.dtype}.",
+            )
+
+
+def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype has an equal one in the other."""
+    if source == target:
+        return True
+    if source.is_complex or target.is_complex or torch.bool in (source, target):
+        return False
+    if source.is_floating_point and target.is_floating_point:
+        a, b = torch.finfo(source), torch.finfo(target)
+        return a.max <= b.max and a.eps >= b.eps and a.tiny >= b.tiny
+    if source.is_floating_point or target.is_floating_point:
+        return False
+    low, high = torch.iinfo(source), torch.iinfo(target)
+    return low.min >= high.min and low.max <= high.max
+
+
+def _shortened(problems: list[Problem], where: str) -> list[Problem]:
+    rest = len(problems) - MAX_LISTED
+    if rest <= 0:
+        return problems
+    return [*problems[:MAX_LISTED], Problem(where, f"has {rest} more such tensors.")]
+
+
+def volume(box: list[tuple[int, int]]) -> int:
+    """Number of elements of a box of (start, length) per dim."""
+    return math.prod(length for _, length in box)
+
+
+def relative_files(folder: Path, names: set[str]) -> dict[str, Path]:
+    """Paths of files directly in `folder`, by name.
+
+    Raises:
+        DamagedCheckpoint: a name would lead elsewhere.
+    """
+    for name in names:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise DamagedCheckpoint.of(folder, f"names {name!r}, which is no file in it.")
+    return {name: folder / name for name in names}
