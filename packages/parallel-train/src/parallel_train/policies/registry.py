@@ -8,6 +8,10 @@ from parallel_train.policies.base import PolicyConfig
 POLICIES: Registry[PolicyConfig] = Registry(
     section="policy",
     base=PolicyConfig,
-    builtin={"act": "parallel_train.policies.act.configuration:ACTConfig"},
+    builtin={
+        "act": "parallel_train.policies.act.configuration:ACTConfig",
+        "reward": "parallel_train.policies.reward.configuration:RewardConfig",
+        "wam": "parallel_train.policies.wam.configuration:WAMConfig",
+    },
     entry_point_group="parallel_train.policies",
 )

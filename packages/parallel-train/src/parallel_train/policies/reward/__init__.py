@@ -1,0 +1,1 @@
+"""A success classifier: how likely a task is solved, from one observation."""

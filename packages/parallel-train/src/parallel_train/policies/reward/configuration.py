@@ -1,0 +1,67 @@
+"""RewardConfig: sizes and labels of the success classifier; torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from parallel_config import Problem
+from parallel_config.errors import report
+from parallel_train.policies.base import PolicyConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(PolicyConfig):
+    """A success classifier: is the task solved in this frame?"""
+
+    model_class: ClassVar[str] = "parallel_train.policies.reward.modeling:RewardModel"
+
+    label: str | None = None
+    """Feature of the dataset that is 1 (or true) in solved frames. None takes the demonstrations
+    as solved at their ends: a frame is solved if its episode ends within `horizon_s`."""
+    horizon_s: float = 0.125
+    """Seconds before the end of an episode in which the task counts as solved (without `label`).
+    The episodes of the embedded dataset go on for 0.125 s after they are solved."""
+    dim_model: int = 128
+    """Width of the network."""
+    n_layers: int = 2
+    """Residual blocks."""
+    dropout: float = 0.1
+    """Dropout in every block."""
+    positive_weight: float = 1.0
+    """Weight of solved frames in the loss; above 1 where they are rare and must not be missed."""
+    use_task: bool = True
+    """Tell the model which task it is, where the dataset has more than one."""
+    state_normalization: Literal["mean_std", "min_max", "identity"] = "mean_std"
+    """How observation vectors are normalized."""
+
+    def __post_init__(self) -> None:
+        report(self._problems())
+
+    def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
+        """Without a label: whether an action at the horizon is still inside of the episode."""
+        if self.label is not None:
+            return {}
+        return {"action": [max(1, round(self.horizon_s * fps)) / fps]}
+
+    def normalization(self) -> dict[str, str]:
+        """Observations only: labels stay as they are."""
+        modes = {"observation.": str(self.state_normalization)}
+        return modes if self.label is None else {**modes, self.label: "identity"}
+
+    def _problems(self) -> Iterator[Problem]:
+        for name in ("dim_model", "n_layers"):
+            if getattr(self, name) < 1:
+                yield _problem(name, f"= {getattr(self, name)}, but it is at least 1.", "1 or more")
+        if not 0 <= self.dropout < 1:
+            yield _problem("dropout", f"= {self.dropout} lies outside [0, 1).", "0.1")
+        for name in ("horizon_s", "positive_weight"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                yield _problem(name, f"= {value}, but it is a positive number.", "such a number")
+
+
+def _problem(name: str, message: str, use: str) -> Problem:
+    return Problem(f"policy.{name}", message, f"Use --policy.{name} {use}.")

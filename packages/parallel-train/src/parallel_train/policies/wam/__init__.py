@@ -1,0 +1,1 @@
+"""A world-action model: flow matching over future observations and actions together."""

@@ -1,0 +1,116 @@
+"""The mixture-of-transformers layer: streams with weights of their own that attend jointly.
+
+Shape suffixes: B batch, S tokens of one stream, N tokens of all streams, W width of one stream,
+H heads, E width of one head, C width of the condition.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Modulation = tuple[Tensor, ...]
+
+
+class RMSNorm(nn.RMSNorm):
+    """Torch's, also where autocast gives it narrow inputs beside its fp32 weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the shape and dtype of `x`."""
+        return F.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight.to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward network (Shazeer 2020) as large as a plain one of 4 x width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = -(-8 * width // 3 // 16) * 16
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the shape of `x`."""
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
+
+
+class StreamWeights(nn.Module):
+    """What one stream owns in a layer: norms, projections, feed-forward and modulation.
+
+    A conditioned stream scales, shifts and gates both halves by the flow time (adaLN-zero of
+    Peebles and Xie 2023): it begins as the identity.
+    """
+
+    def __init__(self, width: int, n_heads: int, head_dim: int, condition: int | None) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+        self.to_qkv = nn.Linear(width, 3 * n_heads * head_dim, bias=False)
+        self.norm_q, self.norm_k = RMSNorm(head_dim), RMSNorm(head_dim)
+        self.to_out = nn.Linear(n_heads * head_dim, width, bias=False)
+        self.feed_forward = SwiGLU(width)
+        self.modulation = None if condition is None else nn.Linear(condition, 6 * width)
+        if self.modulation is not None:
+            nn.init.zeros_(self.modulation.weight)
+            nn.init.zeros_(self.modulation.bias)
+
+    def modulate(self, condition_BC: Tensor) -> Modulation | None:
+        """Shift, scale and gate of both halves, six of [B, 1, W]; None for a clean stream."""
+        if self.modulation is None:
+            return None
+        return tuple(self.modulation(F.silu(condition_BC))[:, None].chunk(6, dim=-1))
+
+    def project(self, x_BSW: Tensor, m: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [B, H, S, E]."""
+        h_BSW = self.norm1(x_BSW)
+        if m is not None:
+            h_BSW = h_BSW * (1 + m[1]) + m[0]
+        batch, tokens = h_BSW.shape[:2]
+        qkv = self.to_qkv(h_BSW).reshape(batch, tokens, 3, self.n_heads, -1).permute(2, 0, 3, 1, 4)
+        q_BHSE, k_BHSE, v_BHSE = qkv.unbind(0)
+        return self.norm_q(q_BHSE), self.norm_k(k_BHSE), v_BHSE
+
+    def update(self, x_BSW: Tensor, read_BHSE: Tensor, m: Modulation | None) -> Tensor:
+        """Add what attention read, then the feed-forward network; returns [B, S, W]."""
+        read_BSW = self.to_out(read_BHSE.transpose(1, 2).flatten(2))
+        x_BSW = x_BSW + (read_BSW if m is None else m[2] * read_BSW)
+        h_BSW = self.norm2(x_BSW)
+        if m is not None:
+            h_BSW = h_BSW * (1 + m[4]) + m[3]
+        change_BSW: Tensor = self.feed_forward(h_BSW)
+        return x_BSW + (change_BSW if m is None else m[5] * change_BSW)
+
+
+class MoTLayer(nn.Module):
+    """One attention over the tokens of all streams, everything else by stream."""
+
+    def __init__(
+        self,
+        widths: tuple[int, ...],
+        n_heads: int,
+        head_dim: int,
+        conditions: tuple[int | None, ...],
+    ) -> None:
+        super().__init__()
+        self.streams = nn.ModuleList(
+            StreamWeights(width, n_heads, head_dim, condition)
+            for width, condition in zip(widths, conditions, strict=True)
+        )
+
+    def forward(
+        self, xs: tuple[Tensor, ...], condition_BC: Tensor, visible_B1NN: Tensor
+    ) -> tuple[Tensor, ...]:
+        """From one [B, S, W] per stream to the same; `visible` says who reads whom."""
+        streams: list[StreamWeights] = list(self.streams)  # type: ignore[arg-type]
+        modulations = [stream.modulate(condition_BC) for stream in streams]
+        projected = [s.project(x, m) for s, x, m in zip(streams, xs, modulations, strict=True)]
+        q, k, v = (torch.cat(parts, dim=2) for parts in zip(*projected, strict=True))
+        read_BHNE = F.scaled_dot_product_attention(q, k, v, attn_mask=visible_B1NN)
+        reads = torch.split(read_BHNE, [x.shape[1] for x in xs], dim=2)
+        return tuple(
+            stream.update(x, read, m)
+            for stream, x, read, m in zip(streams, xs, reads, modulations, strict=True)
+        )
