@@ -70,7 +70,10 @@ class Normalizer:
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """From a dataset's batch to a policy's: rename, move to the device, normalize."""
+    """From a dataset's batch to a policy's: rename, move to the device, normalize.
+
+    Pictures come as uint8 and leave as float32, scaled to [0, 1] before they are normalized.
+    """
 
     normalizers: Mapping[str, Normalizer] = field(default_factory=dict)
     """By the feature's name after renaming."""
@@ -106,6 +109,8 @@ class Preprocessor:
         for name, value in batch.items():
             target = self._renamed(name)
             moved = value if device is None else value.to(device, non_blocking=True)
+            if moved.dtype == torch.uint8:
+                moved = moved.float() / 255  # pictures travel as bytes and are read as [0, 1]
             normalizer = self.normalizers.get(target)
             result[target] = moved if normalizer is None else normalizer(moved)
         return result

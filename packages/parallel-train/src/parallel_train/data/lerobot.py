@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from parallel_train.data import frames
+from parallel_train.data.cameras import Cameras
 from parallel_train.data.config import DatasetConfig
 from parallel_train.data.frames import Indices
 from parallel_train.data.metadata import Metadata, folder_error, read_metadata
@@ -41,6 +42,7 @@ class LeRobotDataset(Dataset[Batch]):
         stats: "file" takes `meta/stats.json` and checks it against the frames; "data" computes
             statistics from the chosen episodes.
         tolerance_s: How far a timestamp may lie from the frame it stands for.
+        cameras: Videos to decode, by feature name; others are left unread.
 
     Raises:
         ConfigError: the folder is no dataset, is damaged, or does not fit what was asked for.
@@ -54,6 +56,7 @@ class LeRobotDataset(Dataset[Batch]):
         *,
         stats: Literal["file", "data"] = "file",
         tolerance_s: float = 1e-4,
+        cameras: Sequence[str] = (),
     ) -> None:
         metadata = read_metadata(Path(root))
         columns = frames.read_frames(metadata)
@@ -61,14 +64,17 @@ class LeRobotDataset(Dataset[Batch]):
         self._frames = frames.select_frames(metadata, episodes)
         frames.check_values(metadata.root, columns, self._frames)
         self.metadata = metadata
-        self.stats: dict[str, Stats] = (
+        self._cameras = Cameras(metadata, columns["timestamp"], cameras, tolerance_s)
+        vectors = (
             frames.file_stats(metadata, columns)
             if stats == "file"
             else {n: Stats.of(columns[n][self._frames]) for n in frames.learned(columns)}
         )
-        """Of every observation and action vector."""
+        self.stats: dict[str, Stats] = {**vectors, **self._cameras.stats}
+        """Of every observation and action vector, and (always from the file) of the cameras."""
+        readable = (*columns, *cameras)
         self._offsets = {
-            name: _offsets(metadata, name, deltas, tolerance_s)
+            name: _offsets(metadata, name, readable, deltas, tolerance_s)
             for name, deltas in (delta_timestamps or {}).items()
         }
         self._first, self._end = frames.episode_bounds(metadata.episodes)
@@ -88,6 +94,7 @@ class LeRobotDataset(Dataset[Batch]):
             config.episodes,
             stats=config.stats,
             tolerance_s=config.tolerance_s,
+            cameras=policy.camera_names,
         )
 
     @property
@@ -119,21 +126,29 @@ class LeRobotDataset(Dataset[Batch]):
         return self.num_frames
 
     def __getitem__(self, sample: int) -> Batch:
-        """One sample: vectors [dim], or [time, dim] where deltas were asked for; numbers 0-dim."""
+        """One sample: vectors [dim], numbers 0-dim, pictures uint8 [3, height, width].
+
+        Where deltas were asked for, a time dim comes first.
+        """
         return {name: value[0] for name, value in self.__getitems__([sample]).items()}
 
     def __getitems__(self, samples: Sequence[int]) -> Batch:
         """A whole batch at once: like `__getitem__`, with a batch dim in front."""
         rows = self._frames[np.asarray(samples, dtype=np.int64)]
         batch: Batch = {}
-        for name, column in self._columns.items():
+        for name in (*self._columns, *self._cameras.names):
             if name not in self._offsets:
-                batch[name] = column[torch.from_numpy(rows)]
+                batch[name] = self._values(name, rows)
                 continue
             inside, outside = self._window(rows, self._offsets[name])
-            batch[name] = column[torch.from_numpy(inside)]
+            batch[name] = self._values(name, inside)
             batch[f"{name}_is_pad"] = torch.from_numpy(outside)
         return batch
+
+    def _values(self, name: str, rows: Indices) -> Tensor:
+        if name in self._columns:
+            return self._columns[name][torch.from_numpy(rows)]
+        return self._cameras.read(name, rows)
 
     def _window(self, rows: Indices, offsets: Indices) -> tuple[Indices, Mask]:
         """Rows [batch, time] clamped to each sample's episode, and which had to be."""
@@ -142,15 +157,20 @@ class LeRobotDataset(Dataset[Batch]):
         return inside, wanted != inside
 
 
-def _offsets(metadata: Metadata, name: str, deltas: Sequence[float], tolerance_s: float) -> Indices:
+def _offsets(
+    metadata: Metadata,
+    name: str,
+    readable: Sequence[str],
+    deltas: Sequence[float],
+    tolerance_s: float,
+) -> Indices:
     """Frames relative to the sampled one, from seconds."""
     fps = metadata.spec.fps
-    feature = metadata.spec.features.get(name)
-    if feature is None:
+    if name not in readable:
         raise folder_error(
             metadata.root,
             f"it has no feature {name!r}, of which the policy wants {len(deltas)} frames.",
-            f"It has: {', '.join(sorted(metadata.spec.features))}.",
+            f"It has: {', '.join(sorted(readable))}.",
         )
     exact = np.asarray(deltas, dtype=np.float64) * fps
     whole = np.rint(exact)

@@ -18,6 +18,11 @@ class PolicyConfig:
     """`package.module:Class` of the model; it is built as `Class(config, spec)`, where `spec` is
     the dataset's `DataSpec`."""
 
+    @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Videos of the dataset that are decoded for this policy."""
+        return ()
+
     def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
         """Seconds relative to the sampled frame at which each feature is read, by feature.
 

@@ -48,12 +48,23 @@ class ACTConfig(PolicyConfig):
     """Dropout in every transformer layer."""
     use_task: bool = True
     """Give the model a learned token per task, where the dataset has more than one."""
+    cameras: tuple[str, ...] = ()
+    """Cameras that the policy sees, by feature name (observation.images.top); empty: the state
+    alone. Needs the extra "vision"."""
+    vision_backbone: Literal["resnet18", "resnet34"] = "resnet18"
+    """Network that reads the pictures, shared by all cameras."""
+    vision_weights: str | None = None
+    """Pretrained weights by torchvision's name, such as IMAGENET1K_V1; None starts from random
+    ones."""
     state_normalization: Mode = "mean_std"
     """How observation vectors are normalized."""
+    image_normalization: Mode = "mean_std"
+    """How pictures are normalized, after they are scaled to [0, 1]."""
     action_normalization: Mode = "mean_std"
     """How actions are normalized."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cameras", tuple(self.cameras))
         report(self._problems())
 
     @property
@@ -61,13 +72,20 @@ class ACTConfig(PolicyConfig):
         """Actions of a chunk that are executed before the next prediction."""
         return self.chunk_size if self.n_action_steps is None else self.n_action_steps
 
+    @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Videos of the dataset that are decoded for this policy."""
+        return self.cameras
+
     def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
         """Actions of the frame itself and of the `chunk_size - 1` frames after it."""
         return {"action": [i / fps for i in range(self.chunk_size)]}
 
     def normalization(self) -> dict[str, str]:
         """Normalization mode by prefix of the feature's name."""
-        return {"observation.": self.state_normalization, "action": self.action_normalization}
+        cameras = dict.fromkeys(self.cameras, str(self.image_normalization))
+        modes = {"observation.": self.state_normalization, "action": self.action_normalization}
+        return {**modes, **cameras}
 
     def _problems(self) -> Iterator[Problem]:
         for name in _POSITIVE:

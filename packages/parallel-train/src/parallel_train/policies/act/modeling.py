@@ -20,6 +20,7 @@ from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.chunks import ChunkQueue
 from parallel_train.policies.transformer import Attention, FeedForward, init_xavier, sinusoids
+from parallel_train.policies.vision import ImageTokens
 
 Batch = Mapping[str, Tensor]
 
@@ -122,8 +123,9 @@ class VariationalEncoder(nn.Module):
 class ACTPolicy(nn.Module):
     """Predicts `chunk_size` actions from one observation.
 
-    Batches are normalized (`Preprocessor`): observation vectors [B, width], `task_index` [B]; in
-    training also `action` [B, T, A] and `action_is_pad` [B, T].
+    Batches are normalized (`Preprocessor`): observation vectors [B, width], pictures of
+    `config.cameras` [B, 3, height, width], `task_index` [B]; in training also `action` [B, T, A]
+    and `action_is_pad` [B, T].
 
     Raises:
         ConfigError: the dataset has no action vector or no observation.
@@ -138,6 +140,7 @@ class ACTPolicy(nn.Module):
         dim = config.dim_model
         _check_observation(spec)
         self.observation = ObservationTokens(config, spec)
+        self.image = _image_tokens(config) if config.cameras else None
         self.vae = VariationalEncoder(config, spec) if config.use_vae else None
         self.latent = nn.Linear(config.latent_dim, dim)
         layers = config.n_encoder_layers, config.n_decoder_layers
@@ -199,13 +202,24 @@ class ACTPolicy(nn.Module):
 
     def _decode(self, batch: Batch, z_BL: Tensor) -> Tensor:
         """From z and the observation to the chunk [B, T, A]."""
-        memory_BSD = torch.cat([self.latent(z_BL)[:, None], self.observation(batch)], dim=1)
+        memory_BSD, positions_SD = self._memory(batch, z_BL)
         for layer in self.encoder:
-            memory_BSD = layer(memory_BSD, self.token_positions)
+            memory_BSD = layer(memory_BSD, positions_SD)
         x_BTD = torch.zeros_like(self.queries).expand(len(memory_BSD), -1, -1)
         for layer in self.decoder:
-            x_BTD = layer(x_BTD, self.queries, memory_BSD, self.token_positions)
+            x_BTD = layer(x_BTD, self.queries, memory_BSD, positions_SD)
         return self.to_action(x_BTD)  # type: ignore[no-any-return]
+
+    def _memory(self, batch: Batch, z_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """What the encoder reads, [B, S, D], and its positions [S, D]: z, vectors, pictures."""
+        tokens = [self.latent(z_BL)[:, None], self.observation(batch)]
+        positions: list[Tensor] = [self.token_positions]
+        for camera, name in enumerate(self.config.cameras):
+            assert self.image is not None
+            image_BSD, position_SD = self.image(batch[name], camera)
+            tokens.append(image_BSD)
+            positions.append(position_SD)
+        return torch.cat(tokens, dim=1), torch.cat(positions)
 
     def _initialize(self) -> None:
         init_xavier(self)
@@ -213,6 +227,12 @@ class ACTPolicy(nn.Module):
             nn.init.normal_(position)
         if self.vae is not None:  # begin near the prior, or the KL term drowns the actions
             nn.init.normal_(self.vae.to_latent.weight, std=0.01)
+
+
+def _image_tokens(config: ACTConfig) -> ImageTokens:
+    return ImageTokens(
+        config.vision_backbone, config.vision_weights, config.dim_model, len(config.cameras)
+    )
 
 
 def _check_observation(spec: DataSpec) -> None:

@@ -1,0 +1,99 @@
+"""The pictures of a dataset: which file and time each frame of each camera has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from parallel_config import ConfigError, Problem
+from parallel_train.data.frames import Indices
+from parallel_train.data.metadata import Metadata, VideoSpan, folder_error
+from parallel_train.data.stats import Stats
+from parallel_train.data.video import VideoFrames
+
+
+class Cameras:
+    """Reads frames of cameras by their index in the dataset.
+
+    Args:
+        metadata: Of the dataset.
+        timestamps: Of every frame, in seconds since the start of its episode: [frames].
+        names: Cameras to read.
+        tolerance_s: How far a picture's time may lie from the frame's.
+
+    Raises:
+        ConfigError: no such camera, a format that is not read, or a missing file.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        timestamps: npt.NDArray[np.float32],
+        names: Sequence[str],
+        tolerance_s: float,
+    ) -> None:
+        for name in names:
+            _check(metadata, name)
+        lengths = [episode.end - episode.first for episode in metadata.episodes]
+        self._episode_of = np.repeat(np.arange(len(lengths)), lengths)
+        self._metadata, self._timestamps = metadata, timestamps
+        self.names = tuple(names)
+        self.stats = {name: _stats(metadata, name) for name in names}
+        """Per channel, of values in [0, 1]: arrays of shape [3, 1, 1]."""
+        self._video = VideoFrames(metadata.root, metadata.spec.fps, tolerance_s) if names else None
+        for file in sorted({self._span(e, n).file for e in range(len(lengths)) for n in names}):
+            assert self._video is not None
+            self._video.check(file)
+
+    def read(self, name: str, rows: Indices) -> Tensor:
+        """Pictures of the frames `rows` (any shape): uint8 [*rows.shape, 3, height, width]."""
+        assert self._video is not None
+        flat, back = np.unique(rows, return_inverse=True)
+        spans = [self._span(episode, name) for episode in self._episode_of[flat].tolist()]
+        starts = np.array([span.from_s for span in spans], dtype=np.float64)
+        times = starts + self._timestamps[flat].astype(np.float64)
+        files = np.array([span.file for span in spans])
+        images: list[npt.NDArray[np.uint8] | None] = [None] * len(flat)
+        for file in dict.fromkeys(files.tolist()):
+            at = np.flatnonzero(files == file)
+            for place, image in zip(at, self._video.read(file, times[at]), strict=True):
+                images[place] = image
+        stacked = np.stack([image for image in images if image is not None])
+        return torch.from_numpy(stacked[back.reshape(rows.shape)])
+
+    def _span(self, episode: int, name: str) -> VideoSpan:
+        return self._metadata.episodes[episode].videos[name]
+
+
+def _check(metadata: Metadata, name: str) -> None:
+    known = metadata.spec.cameras()
+    if name not in known:
+        raise ConfigError(
+            Problem(
+                "policy.cameras",
+                f"names {name!r}, which {str(metadata.root)!r} does not have.",
+                f"It has: {', '.join(known) or 'no camera'}.",
+            )
+        )
+    if metadata.spec.features[name].dtype != "video":
+        raise folder_error(
+            metadata.root,
+            f"camera {name!r} is stored as pictures inside of the parquet files; videos are read.",
+            "Record or convert it with videos.",
+        )
+
+
+def _stats(metadata: Metadata, name: str) -> Stats:
+    entry = metadata.stats.get(name)
+    try:
+        return Stats.from_plain(entry if isinstance(entry, dict) else {}, (3, 1, 1))
+    except ValueError as error:
+        raise folder_error(
+            metadata.root,
+            f"meta/stats.json: {name}: {error}.",
+            "Compute its statistics with LeRobot's tools.",
+        ) from error
