@@ -3,7 +3,11 @@
 See `parallel_engine.engine` for the five lines.
 """
 
+from parallel_engine._ranks import agree as agree
+from parallel_engine._ranks import connect as connect
+from parallel_engine._ranks import from_main as from_main
 from parallel_engine._ranks import leave as leave
+from parallel_engine._ranks import together as together
 from parallel_engine.engine import Engine as Engine
 from parallel_engine.engine import unwrap as unwrap
 from parallel_engine.step import Loss as Loss

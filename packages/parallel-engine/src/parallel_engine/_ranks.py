@@ -15,23 +15,36 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from parallel_config.environment import LaunchFacts
+from parallel_config.environment import LaunchFacts, requested_device
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
-def connect(device_type: str, facts: LaunchFacts) -> None:
+def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
+    """The device of this rank: as asked, else `PARALLEL_DEVICE`, else CUDA where there is one."""
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device or requested_device() or best)
+    if chosen == torch.device("cuda"):  # without an index
+        return torch.device("cuda", facts.local_rank)
+    return chosen
+
+
+def connect(device: torch.device | str | None = None) -> LaunchFacts:
     """Collective: every rank. Start the process group of the launch unless there is one.
 
-    On CUDA the group has gloo beside nccl: agreements and offloaded state need a CPU backend.
+    `Engine` does it by itself; call it before when ranks must agree on the config first. On CUDA
+    the group has gloo beside nccl: agreements and offloaded state need a CPU backend.
     """
+    facts = LaunchFacts.read()
     if facts.world_size == 1 or dist.is_initialized():
-        return
-    if device_type == "cuda":
+        return facts
+    if choose_device(device, facts).type == "cuda":
         torch.cuda.set_device(facts.local_rank)
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    return facts
 
 
 def agree(error: BaseException | None) -> None:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from parallel_config import AcceleratorConfig, ConfigError, ParallelismConfig, Problem, Topology
-from parallel_config.environment import LaunchFacts, check_environment, requested_device
+from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator
@@ -64,12 +64,12 @@ class Engine:
         self.topology: Topology = (parallelism or ParallelismConfig()).resolve(
             self.facts.world_size
         )
-        self.device = _device(device, self.facts)
+        self.device = _ranks.choose_device(device, self.facts)
         self.on_nonfinite = on_nonfinite
         self.num_skipped = 0
         """Updates left out because a value was not finite."""
         apply_determinism(self.config)
-        _ranks.connect(self.device.type, self.facts)
+        _ranks.connect(self.device)
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None
 
@@ -221,16 +221,8 @@ class Engine:
             scheduler.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def agree(self, error: BaseException | None = None) -> None:
-        """Collective: every rank. An error on one rank is raised on all."""
-        _ranks.agree(error)
-
-    def from_main(self, fn: Any) -> Any:
-        """Collective: every rank. The main rank's `fn()`, or its error, on every rank."""
-        return _ranks.from_main(fn)
-
     def any(self, flag: bool) -> bool:
-        """Collective: every rank. Whether the flag is set anywhere."""
+        """Collective: every rank. Whether the flag is set on any rank."""
         return _ranks.any_rank(flag)
 
     def _check(self, model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
@@ -264,14 +256,6 @@ def _require(name: str, value: object, kind: type[Any]) -> None:
         raise ConfigError(
             Problem(name, f"is a {type(value).__name__}; one {kind.__name__} is needed.")
         )
-
-
-def _device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
-    best = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device or requested_device() or best)
-    if chosen == torch.device("cuda"):  # without an index
-        return torch.device("cuda", facts.local_rank)
-    return chosen
 
 
 def _compile_units(model: nn.Module) -> dict[str, nn.Module]:

@@ -9,6 +9,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from parallel_train.signals import PREEMPTED
 
@@ -48,7 +49,7 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
         os.environ[EXIT_CODES_VARIABLE] = folder
-        options = {
+        options: dict[str, Any] = {
             "min_nodes": 1,
             "max_nodes": 1,
             "nproc_per_node": nproc_per_node,

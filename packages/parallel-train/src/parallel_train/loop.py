@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from parallel_ckpt import CheckpointSaver
-from parallel_engine import Engine, StepReport
 from torch import nn
 from torch.optim import Optimizer
 
+from parallel_ckpt import CheckpointSaver
+from parallel_engine import Engine, StepReport
 from parallel_train.config import TrainConfig
 from parallel_train.resume import global_batch
 from parallel_train.signals import StopRequest
@@ -45,13 +46,17 @@ class Loop:
     start_step: int
     start_samples: int
 
-    def run(self, stop: StopRequest) -> int:
-        """Collective: every rank. Train until the last step or a stop; returns the updates done."""
+    def run(self, stop: StopRequest, restore_rng: Callable[[], None] | None) -> int:
+        """Collective: every rank. Train until the last step or a stop; returns the updates done.
+
+        `restore_rng` is called once the first window is there, since starting a loader may draw
+        random numbers.
+        """
         step, watch = self.start_step, Stopwatch()
-        windows = itertools.islice(
-            self.engine.accumulate(self.prepared.loader), self.config.steps - self.start_step
-        )
-        for micro_batches in windows:
+        windows = self.engine.accumulate(self.prepared.loader)
+        for micro_batches in itertools.islice(windows, self.config.steps - self.start_step):
+            if step == self.start_step and restore_rng is not None:
+                restore_rng()
             report = self.engine.step(
                 self.prepared.model,
                 self.prepared.optimizer,

@@ -90,6 +90,23 @@ def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
     ]
 
 
+def changed_paths(saved: TrainConfig, now: TrainConfig) -> frozenset[str]:
+    """Paths of every field that differs."""
+    return frozenset(path for path, _, _ in _walk(to_plain(saved), to_plain(now), ""))
+
+
+def kept_hyperparameters(changed: frozenset[str]) -> tuple[str, ...]:
+    """What the config, rather than the checkpoint, decides after these changes.
+
+    Names as `parallel_ckpt.restore(keep=...)` understands them.
+    """
+    names = [path.removeprefix("optimizer.") for path in changed if path.startswith("optimizer.")]
+    keep = [name for name in names if name in ("lr", "betas", "eps", "weight_decay")]
+    if "lr" in keep or "steps" in changed or any(p.startswith("scheduler.") for p in changed):
+        keep.append("schedule")
+    return tuple(sorted(keep))
+
+
 _SILENT = ("output_dir", "parallelism.", "accelerator.gradient_accumulation.")
 _MEANINGS = {
     "optimizer.": "in force from the next update",

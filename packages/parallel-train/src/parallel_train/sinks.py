@@ -136,7 +136,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, log_freq: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder))
         self._log_freq = log_freq
 
     def emit(self, row: Row) -> None:
@@ -146,14 +146,14 @@ class TensorBoardSink:
         values = {**vars(row), **row.extra}
         for name, value in values.items():
             if isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, row.step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, row.step)
 
     def note(self, line: str) -> None:
         """Notes are for people."""
 
     def close(self) -> None:
         """Flush the event file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Where a run starts: afresh or from a checkpoint, decided before anything is built (phase 1)."""
+"""Where a run starts: afresh or from a checkpoint, decided before anything is built."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_ckpt import newest_intact, read_start, resolve_checkpoint
+from parallel_ckpt import newest_intact, read_manifest, resolve_checkpoint
+from parallel_ckpt.layout import StepFolder
 from parallel_config import ConfigError, Problem, Topology
-
+from parallel_engine import from_main
 from parallel_train.config import TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
-from parallel_train.resume import adapt, differences, global_batch, resolved_config
+from parallel_train.resume import adapt, changed_paths, differences, global_batch, resolved_config
 from parallel_train.run_folder import RunFolder, default_output_dir
 
 if TYPE_CHECKING:
@@ -28,78 +29,75 @@ class Start:
     topology: Topology
     checkpoint: Path | None = None
     """The step folder to continue; None starts afresh."""
+    changed: frozenset[str] = frozenset()
+    """Paths of fields that differ from the checkpoint's config."""
     notes: tuple[str, ...] = ()
-    """Lines to show, each once."""
+    """Lines to show."""
 
 
 def decide_start(job: Job, *, world_size: int) -> Start:
-    """Look at the folder and the job; touches no file.
+    """Collective: every rank. Look at the folder and the job; writes nothing.
 
     Raises:
-        ConfigError: a run is in the way, there is none to continue, or its checkpoint does not
-            fit this launch.
+        ConfigError: a run is in the way, there is none to continue, or its checkpoint is damaged
+            or does not fit this launch.
     """
-    folder, checkpoint, notes = _find(job)
-    if checkpoint is None:
-        topology = job.config.parallelism.resolve(world_size)
-        config = resolved_config(job.config, topology)
-        return Start(folder=folder, config=config, topology=topology, notes=(*job.notes, *notes))
-    return _continue(job, folder, checkpoint, world_size, (*job.notes, *notes))
-
-
-def _find(job: Job) -> tuple[RunFolder, Path | None, tuple[str, ...]]:
-    """The run folder, the checkpoint to continue (None: start afresh) and lines to show."""
-    if job.checkpoint is not None:
-        return _named(job.checkpoint, job.config.checkpoint.verify)
-    name = job.config.output_dir or default_output_dir(POLICIES.name_of(job.config.policy))
-    folder = RunFolder(Path(name))
-    if job.resume == "never":
-        if folder.holds_run():
+    folder, checkpoint = from_main(lambda: _locate(job))
+    notes = list(job.notes)
+    if checkpoint is None and _may_continue(job):
+        checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
+        notes += [f"skipped {path}: {reason}" for path, reason in skipped]
+        if checkpoint is None and job.resume == "must":
             raise ConfigError(
                 Problem(
                     "output_dir",
-                    f"= {name!r} already holds a run.",
-                    f"Continue it with `ptrain resume {name}` or --resume auto, or use another "
-                    "--output_dir.",
+                    f"= {str(folder.path)!r} holds no intact checkpoint to resume.",
+                    "\n".join(notes) or "Use --resume auto to start afresh in that case.",
                 )
             )
-        return folder, None, ()
-    checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
-    if checkpoint is None and job.resume == "must":
+    return from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
+
+
+def _may_continue(job: Job) -> bool:
+    return job.resume != "never"
+
+
+def _locate(job: Job) -> tuple[RunFolder, Path | None]:
+    """The run folder, and the checkpoint where one was named outright."""
+    if job.checkpoint is not None:
+        run = RunFolder(job.checkpoint.expanduser().absolute())
+        if run.checkpoints.is_dir():
+            resolve_checkpoint(run.path)  # says so when there is none
+            return run, None
+        step = resolve_checkpoint(job.checkpoint)
+        return RunFolder(step.parent.parent), step
+    name = job.config.output_dir or default_output_dir(POLICIES.name_of(job.config.policy))
+    folder = RunFolder(Path(name))
+    if job.resume == "never" and folder.holds_run():
         raise ConfigError(
             Problem(
                 "output_dir",
-                f"= {name!r} holds no intact checkpoint to resume.",
-                "Use --resume auto to start afresh in that case.",
+                f"= {name!r} already holds a run.",
+                f"Continue it with `ptrain resume {name}` or --resume auto, or use another "
+                "--output_dir.",
             )
         )
-    return folder, checkpoint, _skipped_lines(skipped)
+    return folder, None
 
 
-def _named(path: Path, verify: str) -> tuple[RunFolder, Path, tuple[str, ...]]:
-    """A checkpoint named outright is used or refused; a run folder means its newest intact one."""
-    run = RunFolder(path)
-    if run.checkpoints.is_dir():
-        checkpoint, skipped = newest_intact(path, verify=verify)
-        if checkpoint is not None:
-            return run, checkpoint, _skipped_lines(skipped)
-    checkpoint = Path(resolve_checkpoint(path))
-    return RunFolder(checkpoint.parent.parent), checkpoint, ()
-
-
-def _skipped_lines(skipped: list[tuple[Path, str]]) -> tuple[str, ...]:
-    return tuple(f"skipped {path}: {reason}" for path, reason in skipped)
-
-
-def _continue(
-    job: Job, folder: RunFolder, checkpoint: Path, world_size: int, notes: tuple[str, ...]
+def _decide(
+    job: Job, folder: RunFolder, checkpoint: Path | None, world_size: int, notes: list[str]
 ) -> Start:
+    if checkpoint is None:
+        topology = job.config.parallelism.resolve(world_size)
+        config = resolved_config(job.config, topology)
+        return Start(folder=folder, config=config, topology=topology, notes=tuple(notes))
     saved = read_config(
-        checkpoint / "pretrained_model" / "train_config.json",
+        StepFolder(checkpoint).train_config,
         trusted=False,
         repeated_type=POLICIES.name_of(job.config.policy),
     ).config
-    manifest = read_start(checkpoint, verify="fast").manifest
+    manifest = read_manifest(StepFolder(checkpoint))
     adapted = adapt(
         job.config,
         world_size=world_size,
@@ -109,12 +107,13 @@ def _continue(
         accumulation_given=job.accumulation_given,
         allow_batch_change=job.allow_batch_change,
     )
-    lines = (f"resuming {checkpoint} (step {manifest.step})", *notes, *adapted.notes)
-    changed = tuple(f"changed {line}" for line in differences(saved, adapted.config))
+    lines = [f"resuming {checkpoint} (step {manifest.step})", *notes, *adapted.notes]
+    lines += [f"changed {line}" for line in differences(saved, adapted.config)]
     return Start(
         folder=folder,
         config=adapted.config,
         topology=adapted.topology,
         checkpoint=checkpoint,
-        notes=(*lines, *changed),
+        changed=changed_paths(saved, adapted.config),
+        notes=tuple(lines),
     )

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from parallel_config import OptimizerConfig, Topology
-from parallel_engine import Loss
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from parallel_config import OptimizerConfig, Topology
+from parallel_engine import Loss
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
@@ -41,10 +41,16 @@ class Task:
     loss_fn: LossFn
     model_files: dict[str, bytes]
     """Files that are saved beside the weights, by name."""
+    num_parameters: int
 
 
 def build_task(
-    config: TrainConfig, topology: Topology, rank: int, *, samples_seen: int, pin_memory: bool
+    config: TrainConfig,
+    topology: Topology,
+    rank: int,
+    *,
+    samples_seen: int,
+    device: torch.device,
 ) -> Task:
     """Build everything on this rank. Initial weights depend on the seed alone.
 
@@ -70,7 +76,7 @@ def build_task(
         sampler,
         num_workers=config.dataset.num_workers,
         prefetch_factor=config.dataset.prefetch_factor,
-        pin_memory=pin_memory and config.dataset.pin_memory,
+        pin_memory=device.type == "cuda" and config.dataset.pin_memory,
     )
     return Task(
         model=model,
@@ -82,6 +88,7 @@ def build_task(
             "config.json": policy_json(config.policy, dataset.spec).encode(),
             **_files_of(preprocessor),
         },
+        num_parameters=sum(p.numel() for p in model.parameters()),
     )
 
 
@@ -120,7 +127,7 @@ def seed_rank(seed: int, rank: int) -> None:
     digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
     number = int.from_bytes(digest[:4], "little")
     random.seed(number)
-    np.random.seed(number)  # noqa: NPY002  (the global stream is what user code may draw from)
+    np.random.seed(number)
     torch.manual_seed(number)
 
 

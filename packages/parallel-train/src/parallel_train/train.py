@@ -1,23 +1,25 @@
 """The story of a run, from a job to its last checkpoint. Read this first.
 
-    decide     where the run starts: afresh, or from a checkpoint (phase 1, before prepare)
-    build      data, policy, optimizer, schedule
-    prepare    the engine shards and wraps them
-    fill       weights, optimizer and schedule from the checkpoint (phase 2, after prepare)
-    loop       one report per optimizer update; sinks show it, the saver keeps it
+decide     where the run starts: afresh, or from a checkpoint
+open       phase 1 of a resume: step, data position, random states, before anything is built
+build      data, policy, optimizer, schedule
+prepare    the engine shards and wraps them
+fill       phase 2 of a resume: weights, optimizer and schedule, in place
+loop       one report per optimizer update; sinks show it, the saver keeps it
 """
 
 from __future__ import annotations
 
-import warnings
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_ckpt import CheckpointSaver, read_start, restore
-from parallel_engine import Engine
-
+from parallel_config.environment import accelerate_variables, check_environment, environment_wins
+from parallel_engine import Engine, connect, from_main
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.loop import Loop, Prepared
+from parallel_train.resume import kept_hyperparameters
 from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
@@ -63,9 +65,110 @@ def train(job: Job) -> Outcome:
     """Collective: every rank. Train from the job's start to its last step.
 
     Raises:
-        ConfigError: wrong input, the same error on every rank.
+        ConfigError: wrong input or a damaged checkpoint, the same on every rank.
     """
-    world_size = launch_world_size()
-    engine = Engine(parallelism=job.config.parallelism, accelerator=job.config.accelerator)
-    start = engine.on_main(lambda: decide_start(job, world_size=world_size))
-    return _finished(engine, start) or _train(engine, start)
+    check_environment()
+    facts = connect()
+    start = decide_start(job, world_size=facts.world_size)
+    config = start.config
+    opened = None
+    if start.checkpoint is not None:
+        opened = read_start(start.checkpoint, topology=start.topology, verify="fast")
+    step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
+    if step >= config.steps:
+        print(f"{start.folder.path} is finished: step {step} of {config.steps}", flush=True)
+        return Outcome(folder=start.folder, step=step)
+
+    with StopRequest() as stop:
+        engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
+        task = build_task(
+            config, start.topology, engine.rank, samples_seen=samples, device=engine.device
+        )
+        from_main(start.folder.create)
+        saver = CheckpointSaver(
+            start.folder.path,
+            topology=start.topology,
+            config=config.checkpoint,
+            checkpoint_format=config.checkpoint_format,
+            provenance=_provenance(job),
+        )
+        model, optimizer, scheduler, loader = engine.prepare(
+            task.model, task.optimizer, task.scheduler, task.loader
+        )
+        prepared = Prepared(model, optimizer, scheduler, loader, task.loss_fn)
+        if start.checkpoint is not None:
+            restore(
+                start.checkpoint,
+                prepared.model,
+                prepared.optimizer,
+                prepared.scheduler,
+                keep=kept_hyperparameters(start.changed),
+            )
+        text = SCHEMA.dump(config)
+        from_main(lambda: _open_folder(start, text, step))
+        seed_rank(config.seed, engine.rank)
+        with saver, _sinks(engine.is_main, start, step) as sinks:
+            for line in (*start.notes, *(opened.notes if opened else ())):
+                sinks.note(line)
+            sinks.note(_headline(start, task.num_parameters))
+            loop = Loop(
+                config=config,
+                engine=engine,
+                prepared=prepared,
+                saver=saver,
+                sinks=sinks,
+                train_config=text,
+                model_files=task.model_files,
+                start_step=step,
+                start_samples=samples,
+            )
+            began = time.perf_counter()
+            done = loop.run(stop, opened.restore_rng if opened else None)
+            sinks.note(_summary(start.folder, done, config.steps, time.perf_counter() - began))
+    return Outcome(folder=start.folder, step=done, preempted=done < config.steps)
+
+
+def _provenance(job: Job) -> dict[str, object]:
+    """What every manifest remembers beside the resolved config."""
+    declared = job.config.parallelism
+    facts: dict[str, object] = {
+        "declared_dp_replicate": declared.dp_replicate,
+        "declared_dp_shard": declared.dp_shard,
+    }
+    if environment_wins():
+        facts["reproducible"] = False
+        facts["environment"] = accelerate_variables()
+    return facts
+
+
+def _open_folder(start: Start, text: str, step: int) -> None:
+    start.folder.write_config(text)
+    start.folder.drop_metrics_after(step)
+
+
+def _sinks(is_main: bool, start: Start, step: int) -> Sinks:
+    if not is_main:
+        return Sinks()
+    steps, log_freq = start.config.steps, start.config.log_freq
+    console = console_sink(steps=steps, start=step, log_freq=log_freq)
+    return Sinks([JsonlSink(start.folder.metrics), console])
+
+
+def _headline(start: Start, num_parameters: int) -> str:
+    return (
+        f"training {num_parameters:,} parameters on {start.topology.describe()}, "
+        f"into {start.folder.path}"
+    )
+
+
+def _summary(folder: RunFolder, done: int, steps: int, seconds: float) -> str:
+    state = "finished" if done >= steps else "stopped on request, checkpoint written"
+    goal = steps if done < steps else 2 * steps
+    return "\n".join(
+        [
+            f"{state}: step {done} of {steps} after {seconds:.0f} s",
+            f"  look:    ptrain inspect {folder.last}",
+            f"  go on:   ptrain resume {folder.path} --steps {goal}",
+            f"  numbers: {folder.metrics}",
+        ]
+    )

@@ -73,11 +73,12 @@ def positionals(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
 
 def value_of(argv: Sequence[str], name: str) -> str | None:
     """The last value given to `--name`, None when it is absent."""
-    found = None
+    found: str | None = None
     for index, token in enumerate(argv):
         flag, value = _split(token)
         if flag == name:
-            found = value if value is not None else (argv[index + 1 : index + 2] or [None])[0]
+            following = argv[index + 1] if index + 1 < len(argv) else None
+            found = following if value is None else value
     return found
 
 

@@ -28,7 +28,7 @@ def build_policy(config: PolicyConfig, spec: DataSpec) -> nn.Module:
 
 
 def policy_class(config: PolicyConfig) -> Any:
-    """The model class that `config` belongs to: named by `model_class`, as `package.module:Class`."""
+    """The model class that `config` names by its `model_class`."""
     path = type(config).model_class
     module, _, name = path.partition(":")
     if not (module and name):
