@@ -249,11 +249,13 @@ def _read_rng(
 
 def _open_weights(folder: Path) -> Source:
     """Safetensors where there are any, else DCP; `folder` may also be one file."""
-    if folder.is_file() or any(folder.glob("*.safetensors")):
+    if folder.is_file() or any(folder.glob("model*.safetensors")):
         return SafetensorsSource(folder)
     for dcp in (folder / "dcp", folder):
         if (dcp / DCP_METADATA).is_file():
             return DcpSource(dcp)
+    if any(folder.glob("*.safetensors")):
+        return SafetensorsSource(folder)
     raise CheckpointNotFound.of(
         folder,
         "holds neither *.safetensors nor dcp/.metadata.",

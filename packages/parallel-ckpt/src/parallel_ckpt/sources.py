@@ -21,11 +21,16 @@ from parallel_ckpt.shards import Shard, narrow, overlap
 from parallel_ckpt.stored import Stored, relative_files, volume
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Files of a model's weights; processors keep tensors of their own beside them."""
+    return sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
+
+
 class SafetensorsSource:
     """One safetensors file, or all of a folder; each rank reads only the rows it holds."""
 
     def __init__(self, path: Path) -> None:
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        files = [path] if path.is_file() else weight_files(path)
         self._tensors: dict[str, Stored] = {}
         self._files: dict[str, Any] = {}
         for file in files:
