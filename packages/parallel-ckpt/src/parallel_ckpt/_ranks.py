@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -71,21 +71,27 @@ class Ranks:
         Raises:
             ConfigError: the same on every rank when any rank's `act` failed.
         """
-        return self.attempt_all(act)[self.rank]
+        result, cause, error = self._try(act)
+        self._raise_first(self.all_gather(error), cause)
+        return result[0]
 
     def attempt_all(self, act: Callable[[], T]) -> list[T]:
         """Collective: every rank. As `attempt`, with the results of all ranks."""
-        outcome: T | ConfigError
-        cause: BaseException | None = None
+        result, cause, error = self._try(act)
+        outcomes = self.all_gather((result, error))
+        self._raise_first([found for _, found in outcomes], cause)
+        return [found[0] for found, _ in outcomes]
+
+    def _try(self, act: Callable[[], T]) -> tuple[list[T], Exception | None, ConfigError | None]:
         try:
-            outcome = act()
+            return [act()], None, None
         except Exception as error:
-            cause, outcome = error, describe(error, self.rank)
-        outcomes = self.all_gather(outcome)
-        for found in outcomes:
-            if isinstance(found, ConfigError):
-                raise found from cause
-        return outcomes  # type: ignore[return-value]
+            return [], error, describe(error, self.rank)
+
+    def _raise_first(self, errors: Sequence[ConfigError | None], cause: Exception | None) -> None:
+        for error in errors:
+            if error is not None:
+                raise error from (None if cause is error else cause)
 
     def on_main(self, act: Callable[[], T]) -> T:
         """Collective: every rank. Run `act` on the main rank; all get its result or its error."""

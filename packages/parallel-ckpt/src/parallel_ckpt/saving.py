@@ -84,6 +84,7 @@ class CheckpointSaver:
         self._provenance = dict(provenance or {})
         self._on_note = on_note
         self._ranks = Ranks.join(deadline_s)
+        self._background_ranks = self._ranks
         self._lock: RunLock | None = None
         self._pending: Background[Path] | None = None
         self._staging = Staging()
@@ -92,7 +93,8 @@ class CheckpointSaver:
         except BaseException:
             self._release()
             raise
-        self._background_ranks = Ranks.join(deadline_s) if self._config.async_save else self._ranks
+        if self._config.async_save:
+            self._background_ranks = Ranks.join(deadline_s)
 
     def __enter__(self) -> CheckpointSaver:
         return self
@@ -168,6 +170,9 @@ class CheckpointSaver:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+        if self._background_ranks is not self._ranks:
+            self._background_ranks.leave()
+        self._ranks.leave()
 
     def _open(self) -> int:
         """Lock, check and mend the folder; the highest sequence number that it holds."""
