@@ -8,6 +8,8 @@ restore(start.path, model, optimizer, scheduler)  # after
 start.restore_rng()                               # before the first micro-batch
 """
 
+from typing import TYPE_CHECKING, Any
+
 from parallel_ckpt.errors import CheckpointError as CheckpointError
 from parallel_ckpt.errors import CheckpointNotFound as CheckpointNotFound
 from parallel_ckpt.errors import DamagedCheckpoint as DamagedCheckpoint
@@ -19,10 +21,31 @@ from parallel_ckpt.manifest import Manifest as Manifest
 from parallel_ckpt.manifest import read_manifest as read_manifest
 from parallel_ckpt.resolving import newest_intact as newest_intact
 from parallel_ckpt.resolving import resolve_checkpoint as resolve_checkpoint
-from parallel_ckpt.restoring import Restored as Restored
-from parallel_ckpt.restoring import Start as Start
-from parallel_ckpt.restoring import load_weights as load_weights
-from parallel_ckpt.restoring import read_start as read_start
-from parallel_ckpt.restoring import restore as restore
-from parallel_ckpt.saving import CheckpointSaver as CheckpointSaver
-from parallel_ckpt.weights import save_weights as save_weights
+
+if TYPE_CHECKING:
+    from parallel_ckpt.restoring import Restored as Restored
+    from parallel_ckpt.restoring import Start as Start
+    from parallel_ckpt.restoring import load_weights as load_weights
+    from parallel_ckpt.restoring import read_start as read_start
+    from parallel_ckpt.restoring import restore as restore
+    from parallel_ckpt.saving import CheckpointSaver as CheckpointSaver
+    from parallel_ckpt.weights import save_weights as save_weights
+
+# These need torch, whose import takes seconds: looking at a checkpoint does not wait for it.
+_WITH_TORCH = {
+    "Restored": "restoring",
+    "Start": "restoring",
+    "load_weights": "restoring",
+    "read_start": "restoring",
+    "restore": "restoring",
+    "CheckpointSaver": "saving",
+    "save_weights": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"parallel_ckpt.{_WITH_TORCH[name]}"), name)

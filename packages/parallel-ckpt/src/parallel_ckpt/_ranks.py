@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_config import ConfigError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 MAIN = 0
 DEADLINE_S = 1800.0
@@ -33,6 +35,8 @@ class Ranks:
         """Collective: every rank. Form a group of all ranks with a deadline of its own."""
         if not _is_running():
             return cls()
+        import torch.distributed as dist
+
         timeout = datetime.timedelta(seconds=deadline_s)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
@@ -41,6 +45,8 @@ class Ranks:
     def leave(self) -> None:
         """Collective: every rank. Dissolve the group, unless all groups are gone already."""
         if self.group is not None and _is_running():
+            import torch.distributed as dist
+
             dist.destroy_process_group(self.group)
 
     @property
@@ -52,6 +58,8 @@ class Ranks:
         """Collective: every rank. The values of all ranks, in order of rank."""
         if self.group is None:
             return [value]
+        import torch.distributed as dist
+
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -60,6 +68,8 @@ class Ranks:
         """Collective: every rank. The main rank's value."""
         if self.group is None:
             return value
+        import torch.distributed as dist
+
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=MAIN, group=self.group)
         result: T = box[0]
@@ -109,10 +119,16 @@ def describe(error: BaseException, rank: int) -> ConfigError:
 
 
 def _is_running() -> bool:
+    """Whether there are other ranks. Reading a checkpoint alone does not pay for torch's import."""
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
     return dist.is_available() and dist.is_initialized()
 
 
-_shared: dict[dist.ProcessGroup, Ranks] = {}
+_shared: dict[Any, Ranks] = {}
+"""By process group."""
 
 
 def all_ranks() -> Ranks:
@@ -122,6 +138,8 @@ def all_ranks() -> Ranks:
     """
     if not _is_running():
         return Ranks()
+    import torch.distributed as dist
+
     world = dist.group.WORLD
     assert world is not None
     if world not in _shared:

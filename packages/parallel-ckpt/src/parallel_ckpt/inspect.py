@@ -1,0 +1,198 @@
+"""`ptrain inspect`: what a checkpoint or a run holds, from its manifest and headers. No torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
+from parallel_ckpt.integrity import file_problems
+from parallel_ckpt.layout import RunFolder, StepFolder
+from parallel_ckpt.manifest import Manifest, read_manifest
+from parallel_ckpt.resolving import resolve_checkpoint
+
+MAX_HEADER_BYTES = 100_000_000
+"""The same bound that the safetensors library keeps."""
+_PARTS = {
+    "weights": ("pretrained_model/model", "pretrained_model/dcp/"),
+    "optimizer": ("training_state/optimizer",),
+}
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint."""
+
+    path: Path
+    manifest: Manifest
+    bytes_by_part: dict[str, int]
+    """weights, optimizer, other."""
+    tensors_by_dtype: dict[str, tuple[int, int]]
+    """Number and bytes of the safetensors weights by dtype; empty with DCP alone."""
+    problems: tuple[str, ...]
+    """Files that are missing or of another size (checksums are `verify`'s)."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON values."""
+        manifest = self.manifest
+        return {
+            "path": str(self.path),
+            "step": manifest.step,
+            "samples_seen": manifest.samples_seen,
+            "kind": manifest.topology.kind.value,
+            "dp_replicate": manifest.topology.dp_replicate,
+            "dp_shard": manifest.topology.dp_shard,
+            "checkpoint_format": manifest.checkpoint_format.value,
+            "format_version": manifest.format_version,
+            "created_at": manifest.created_at,
+            "num_files": len(manifest.files),
+            "num_bytes": manifest.num_bytes,
+            "bytes_by_part": self.bytes_by_part,
+            "tensors_by_dtype": {
+                dtype: {"count": count, "num_bytes": size}
+                for dtype, (count, size) in self.tensors_by_dtype.items()
+            },
+            "versions": dict(manifest.versions),
+            "provenance": dict(manifest.provenance),
+            "problems": list(self.problems),
+        }
+
+    def to_json(self) -> str:
+        """For programs."""
+        return json.dumps(self.to_plain(), indent=2)
+
+    def render(self) -> str:
+        """For people."""
+        manifest = self.manifest
+        parts = ", ".join(f"{name} {_size(n)}" for name, n in self.bytes_by_part.items())
+        dtypes = ", ".join(
+            f"{count} x {dtype} ({_size(n)})"
+            for dtype, (count, n) in sorted(self.tensors_by_dtype.items())
+        )
+        lines = [
+            f"{self.path}",
+            f"  step        {manifest.step}, {manifest.samples_seen} samples seen",
+            f"  topology    {manifest.topology.describe()}",
+            f"  format      {manifest.checkpoint_format.value} (layout {manifest.format_version})",
+            f"  size        {_size(manifest.num_bytes)} in {len(manifest.files)} files: {parts}",
+            *([f"  weights     {dtypes}"] if dtypes else []),
+            f"  written     {manifest.created_at}, "
+            + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        ]
+        lines += [f"  damaged     {problem}" for problem in self.problems]
+        lines.append(
+            f"  health      {len(self.problems)} files are damaged"
+            if self.problems
+            else "  health      every file is there with its size (checksums: ptrain verify)"
+        )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """All checkpoints of a run, oldest first."""
+
+    path: Path
+    checkpoints: tuple[CheckpointInfo, ...]
+    unreadable: tuple[str, ...]
+    last: Path | None
+    """What `last` means."""
+
+    def to_json(self) -> str:
+        """For programs."""
+        return json.dumps(
+            {
+                "path": str(self.path),
+                "last": str(self.last) if self.last else None,
+                "checkpoints": [info.to_plain() for info in self.checkpoints],
+                "unreadable": list(self.unreadable),
+            },
+            indent=2,
+        )
+
+    def render(self) -> str:
+        """For people: a line per checkpoint, then the newest in full."""
+        lines = [f"{self.path}: {len(self.checkpoints)} checkpoints"]
+        for info in self.checkpoints:
+            mark = " <- last" if info.path == self.last else ""
+            health = f"  DAMAGED ({len(info.problems)} files)" if info.problems else ""
+            lines.append(
+                f"  {info.path.name}  {info.manifest.topology.kind.value}  "
+                f"{info.manifest.checkpoint_format.value}  {_size(info.manifest.num_bytes)}"
+                f"{health}{mark}"
+            )
+        lines += [f"  unreadable: {line}" for line in self.unreadable]
+        newest = next((i for i in self.checkpoints if i.path == self.last), None)
+        return "\n".join([*lines, *([newest.render()] if newest else [])])
+
+
+def inspect(path: str | Path) -> CheckpointInfo | RunInfo:
+    """Look at a checkpoint, or at a run folder with all its checkpoints. No collective.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        DamagedCheckpoint: the manifest of the named checkpoint cannot be read.
+    """
+    run = RunFolder(Path(path).expanduser().absolute())
+    if run.checkpoints.is_dir() and run.committed_steps():
+        return _inspect_run(run)
+    return _inspect_step(StepFolder(resolve_checkpoint(path)))
+
+
+def _inspect_run(run: RunFolder) -> RunInfo:
+    found, unreadable = [], []
+    for step in run.committed_steps():
+        folder = StepFolder(run.step(step).path.resolve())
+        try:
+            found.append(_inspect_step(folder))
+        except CheckpointError as error:
+            unreadable.append(str(error))
+    return RunInfo(run.path, tuple(found), tuple(unreadable), resolve_checkpoint(run.path))
+
+
+def _inspect_step(folder: StepFolder) -> CheckpointInfo:
+    manifest = read_manifest(folder)
+    sizes = dict.fromkeys((*_PARTS, "other"), 0)
+    for record in manifest.files:
+        part = next((p for p, starts in _PARTS.items() if record.path.startswith(starts)), "other")
+        sizes[part] += record.size_bytes
+    problems = [str(problem) for problem in file_problems(folder, manifest.files, "fast")]
+    dtypes: dict[str, tuple[int, int]] = {}
+    for record in manifest.files:
+        name = Path(record.path).name
+        if record.path.startswith("pretrained_model/model") and name.endswith(".safetensors"):
+            try:
+                _count(folder.path / record.path, dtypes)
+            except (CheckpointError, OSError) as error:
+                problems.append(str(error))
+    return CheckpointInfo(folder.path, manifest, sizes, dtypes, tuple(problems))
+
+
+def _count(path: Path, dtypes: dict[str, tuple[int, int]]) -> None:
+    """Add the tensors of one safetensors file, read from its header alone."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
+        if length > min(MAX_HEADER_BYTES, path.stat().st_size):
+            raise DamagedCheckpoint.of(path, "has no safetensors header.")
+        try:
+            header = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    first, end = entry["data_offsets"]
+                    count, size = dtypes.get(entry["dtype"], (0, 0))
+                    dtypes[entry["dtype"]] = (count + 1, size + int(end) - int(first))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedCheckpoint.of(path, f"has a damaged header: {error}.") from error
+
+
+def _size(num_bytes: int) -> str:
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
