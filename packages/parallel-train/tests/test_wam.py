@@ -134,7 +134,7 @@ def test_world_and_action_read_everything(changes: dict[str, Tensor]) -> None:
 def test_the_context_reads_no_noise_and_nobody_reads_the_filling_of_a_short_text() -> None:
     model = policy()
     contexts: list[Tensor] = []
-    hook = model.layers[-1].register_forward_hook(
+    hook = model.layers[0].register_forward_hook(
         lambda module, arguments, output: contexts.append(output[0])
     )
     velocities(model)
@@ -231,6 +231,13 @@ def test_it_learns_two_demonstrations_and_plays_them() -> None:
     assert with_noise(model, inputs).item() < 0.4 * first
     error = (model.predict_chunk(inputs) - inputs["action"]).abs().mean().item()
     assert error < 0.4 * inputs["action"].abs().mean().item()
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    """One without would stop DDP at the second update."""
+    model = policy(moved=False)
+    with_noise(model, batch()).backward()  # type: ignore[no-untyped-call]
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
 def test_several_observations_make_one_world() -> None:

@@ -41,17 +41,22 @@ class StreamWeights(nn.Module):
     """What one stream owns in a layer: norms, projections, feed-forward and modulation.
 
     A conditioned stream scales, shifts and gates both halves by the flow time (adaLN-zero of
-    Peebles and Xie 2023): it begins as the identity.
+    Peebles and Xie 2023): it begins as the identity. A stream that is not `updated` is only read,
+    and owns nothing that would stay without a gradient.
     """
 
-    def __init__(self, width: int, n_heads: int, head_dim: int, condition: int | None) -> None:
+    def __init__(
+        self, width: int, n_heads: int, head_dim: int, condition: int | None, updated: bool
+    ) -> None:
         super().__init__()
-        self.n_heads = n_heads
-        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
+        self.n_heads, self.updated = n_heads, updated
+        self.norm1 = RMSNorm(width)
         self.to_qkv = nn.Linear(width, 3 * n_heads * head_dim, bias=False)
         self.norm_q, self.norm_k = RMSNorm(head_dim), RMSNorm(head_dim)
-        self.to_out = nn.Linear(n_heads * head_dim, width, bias=False)
-        self.feed_forward = SwiGLU(width)
+        if updated:
+            self.norm2 = RMSNorm(width)
+            self.to_out = nn.Linear(n_heads * head_dim, width, bias=False)
+            self.feed_forward = SwiGLU(width)
         self.modulation = None if condition is None else nn.Linear(condition, 6 * width)
         if self.modulation is not None:
             nn.init.zeros_(self.modulation.weight)
@@ -75,6 +80,8 @@ class StreamWeights(nn.Module):
 
     def update(self, x_BSW: Tensor, read_BHSE: Tensor, m: Modulation | None) -> Tensor:
         """Add what attention read, then the feed-forward network; returns [B, S, W]."""
+        if not self.updated:
+            return x_BSW
         read_BSW = self.to_out(read_BHSE.transpose(1, 2).flatten(2))
         x_BSW = x_BSW + (read_BSW if m is None else m[2] * read_BSW)
         h_BSW = self.norm2(x_BSW)
@@ -85,7 +92,10 @@ class StreamWeights(nn.Module):
 
 
 class MoTLayer(nn.Module):
-    """One attention over the tokens of all streams, everything else by stream."""
+    """One attention over the tokens of all streams, everything else by stream.
+
+    In the `last` layer clean streams are read but not updated: nobody looks at them afterwards.
+    """
 
     def __init__(
         self,
@@ -93,10 +103,11 @@ class MoTLayer(nn.Module):
         n_heads: int,
         head_dim: int,
         conditions: tuple[int | None, ...],
+        last: bool = False,
     ) -> None:
         super().__init__()
         self.streams = nn.ModuleList(
-            StreamWeights(width, n_heads, head_dim, condition)
+            StreamWeights(width, n_heads, head_dim, condition, not last or condition is not None)
             for width, condition in zip(widths, conditions, strict=True)
         )
 

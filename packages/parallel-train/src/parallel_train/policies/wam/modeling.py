@@ -125,8 +125,8 @@ class WAMPolicy(nn.Module):
         widths = sizes.width, sizes.width, sizes.action_width
         conditions = None, sizes.action_width, sizes.action_width
         self.layers = nn.ModuleList(
-            MoTLayer(widths, sizes.n_heads, sizes.head_dim, conditions)
-            for _ in range(sizes.n_layers)
+            MoTLayer(widths, sizes.n_heads, sizes.head_dim, conditions, layer == sizes.n_layers - 1)
+            for layer in range(sizes.n_layers)
         )
         self._chunks = ChunkQueue(config.executed, None)
 

@@ -1,0 +1,160 @@
+"""The command line: every spelling that is promised, and every wrong input as one block."""
+
+import json
+
+import pytest
+
+from parallel_config import ConfigError
+from parallel_train.cli.app import run
+from parallel_train.cli.flags import flag_table, normalize, positionals
+from parallel_train.cli.parsing import parse
+from parallel_train.config import SCHEMA, TrainConfig
+from parallel_train.launch import without_flags
+
+PROMISED = ["policy.dropout", "policy.use_vae", "dataset.root", "steps", "batch_size", "seed", "log_freq", "output_dir", "optimizer.lr", "checkpoint.save_freq", "checkpoint_format", "parallelism.dp_replicate", "parallelism.dp_shard", "accelerator.mixed_precision", "accelerator.gradient_accumulation.steps"]
+
+
+def config(*words):
+    return parse(["train", *words]).command.run
+
+
+def test_promised_spellings_stay():
+    assert set(PROMISED) <= flag_table(TrainConfig()).keys()
+    parsed = parse(["train", "--policy.type", "act", "--policy.dropout", "0.3"])
+    assert (parsed.command.policy_type, parsed.command.run.policy.dropout) == ("act", 0.3)
+
+
+def test_the_flags_are_those_of_the_config():
+    """A field cannot come or go without the surface changing on purpose."""
+    flags = sorted(flag_table(TrainConfig()))
+    assert len(flags) == len(set(flags))
+    assert {name.split(".")[0] for name in flags} == {
+        "policy", "dataset", "output_dir", "steps", "batch_size", "seed", "log_freq", "optimizer",
+        "scheduler", "parallelism", "accelerator", "checkpoint_format", "checkpoint",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], True),
+        (["--policy.use_vae"], True),
+        (["--policy.no_use_vae"], False),
+        (["--policy.no-use-vae"], False),
+        (["--no-policy.use_vae"], False),
+        (["--no_policy.use_vae"], False),
+        (["--policy.use_vae", "false"], False),
+        (["--policy.use_vae", "True"], True),
+        (["--policy.use-vae=false"], False),
+        (["--policy.use_vae=TRUE"], True),
+        (["--policy.use_vae", "false", "--policy.use_vae"], True),
+    ],
+)
+def test_booleans(words, value):
+    assert config(*words).policy.use_vae is value
+
+
+@pytest.mark.parametrize("word", ["0", "1", "yes", ""])
+def test_only_true_and_false_are_boolean_words(word):
+    with pytest.raises(ConfigError, match="a boolean takes no value, or true or false"):
+        config(f"--policy.use_vae={word}")
+
+
+def test_a_positional_after_a_bare_boolean_stays_one():
+    flags = {"json": 0, "steps": 1, "names": -1, "betas": 2}
+    assert normalize(["--json", "run"], flags) == ["--json", "run"]
+    assert positionals(["--json", "run"], flags) == ["run"]
+    assert positionals(["--json", "true", "run"], flags) == ["run"]
+    assert positionals(["--steps", "4", "run", "--betas", "0.1", "0.2"], flags) == ["run"]
+    assert positionals(["run", "--names", "a", "b"], flags) == ["run"]
+
+
+@pytest.mark.parametrize("words", [["--parallelism.dp_shard", "-1"], ["--parallelism.dp-shard=-1"]])
+def test_a_negative_degree(words):
+    assert config(*words).parallelism.dp_shard == -1
+
+
+def test_lists_and_none():
+    assert config("--accelerator.fsdp.wrap_modules", "A", "B").accelerator.fsdp.wrap_modules == (
+        "A",
+        "B",
+    )
+    assert config("--accelerator.fsdp.wrap_modules", "None").accelerator.fsdp.wrap_modules is None
+    assert config("--output_dir", "None").output_dir is None
+    assert config("--output_dir", "~/x").output_dir.endswith("/x")
+    assert "~" not in config("--output_dir", "~/x").output_dir
+
+
+def test_flags_go_over_the_file_by_presence(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 7\nseed = 3\n[policy]\ntype = 'act'\ndim_model = 64\n")
+    # 400 is the default: it wins over the file all the same, since it is present.
+    found = config("--config", str(file), "--steps", "400", "--policy.dropout", "0.2")
+    assert (found.steps, found.seed) == (400, 3)
+    assert (found.policy.dim_model, found.policy.dropout) == (64, 0.2)
+
+
+def test_print_config_prints_what_would_run(capsys):
+    assert run(["train", "--print_config", "--steps", "5"]) == 0
+    text = capsys.readouterr().out
+    assert SCHEMA.load(text, source="printed", trusted=True).config == config("--steps", "5")
+    assert json.loads(text)["schema_version"] == SCHEMA.version
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--steps", "1e3"], "--steps"),
+        (["--steps"], "--steps"),
+        (["--lr", "3"], "--optimizer.lr"),
+        (["--checkpoint_format", "zip"], "safetensors_dcp"),
+        (["positional"], "positional"),
+    ],
+)
+def test_words_that_do_not_parse_end_with_two(words, expected, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(["train", *words])
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--steps", "0", "--optimizer.lr", "-1"], ["steps = 0", "optimizer.lr = -1.0"]),
+        (["--policy.type", "acd"], ["Registered: act", "Did you mean 'act'?"]),
+        (["--policy.type", "no_such:Policy"], ["cannot be imported"]),
+        (["--config", "missing.json"], ["missing.json cannot be read"]),
+        (["--config", "run.yaml"], ["is YAML"]),
+        (["--output_dir", ""], ["output_dir = ''"]),
+        (["--accelerator.fsdp.wrap_modules", "A,B"], ["--accelerator.fsdp.wrap_modules A B"]),
+        (["--parallelism.context_parallel.ring_degree", "2"], ["not available"]),
+    ],
+)
+def test_wrong_values_are_one_block_and_two(words, expected, capsys):
+    assert run(["train", *words]) == 2
+    text = capsys.readouterr().err
+    for part in expected:
+        assert part in text
+
+
+def test_a_file_with_problems_tells_all_of_them(tmp_path, capsys):
+    file = tmp_path / "run.json"
+    file.write_text('{"stpes": 5, "policy": {"type": "act", "dropuot": 1}, "seed": "x"}')
+    assert run(["train", "--config", str(file)]) == 2
+    text = capsys.readouterr().err
+    assert f"{file}: 3 problems" in text
+    assert "stpes is not a field. Did you mean 'steps'?" in text
+    assert "policy.dropuot is not a field. Did you mean 'dropout'?" in text
+
+
+def test_launch_flags_do_not_reach_the_workers():
+    words = ["train", "--nproc_per_node", "2", "--steps", "3", "--grace-s=5"]
+    assert without_flags(words, ("nproc_per_node", "grace_s")) == ["train", "--steps", "3"]
+
+
+def test_doctor_says_what_is_there(capsys):
+    assert run(["doctor"]) == 0
+    assert "gloo: DDP, FSDP2 and HSDP also on CPU" in capsys.readouterr().out
+    assert run(["doctor", "--json"]) == 0
+    assert {"torch", "accelerate"} <= {f["name"] for f in json.loads(capsys.readouterr().out)}

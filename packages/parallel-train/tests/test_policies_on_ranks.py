@@ -1,0 +1,111 @@
+"""Every policy trains under every kind, through the engine, on real gloo ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parallel_testing.ranks import run_ranks
+
+KINDS = {"ddp": (2, 1), "fsdp": (1, 2), "hsdp": (2, 2)}
+STEPS = 4
+
+
+def config_of(name: str) -> Any:
+    from parallel_train.policies.act.configuration import ACTConfig
+    from parallel_train.policies.reward.configuration import RewardConfig
+    from parallel_train.policies.wam.configuration import WAMConfig
+
+    if name == "act":
+        return ACTConfig(dim_model=32, dim_feedforward=64, chunk_size=8, dropout=0, use_vae=False)
+    if name == "reward":
+        return RewardConfig(dim_model=32, dropout=0)
+    return WAMConfig(width=32, action_width=16, n_heads=2, head_dim=16, n_layers=2, chunk_size=8)
+
+
+def train(name: str, replicate: int, shard: int) -> dict[str, Any]:
+    """Losses of a few updates with a global batch of 16, and what became of the parameters."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from parallel_config import AcceleratorConfig, GradientAccumulationConfig, ParallelismConfig
+    from parallel_engine import Engine, Loss, unwrap
+    from parallel_train.data.config import DatasetConfig
+    from parallel_train.data.lerobot import LeRobotDataset
+    from parallel_train.data.loader import build_loader
+    from parallel_train.data.order import GlobalBatchSampler
+    from parallel_train.policies.factory import build_policy
+    from parallel_train.processors import Preprocessor
+
+    engine = Engine(
+        parallelism=ParallelismConfig(dp_replicate=replicate, dp_shard=shard),
+        accelerator=AcceleratorConfig(gradient_accumulation=GradientAccumulationConfig(steps=2)),
+        device="cpu",
+    )
+    config = config_of(name)
+    dataset = LeRobotDataset.from_config(DatasetConfig(), config)
+    preprocessor = Preprocessor.from_stats(dataset.stats, config.normalization())
+    torch.manual_seed(0)
+    policy = build_policy(config, dataset.spec)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    ranks = replicate * shard
+    sampler = GlobalBatchSampler(
+        len(dataset), 8 // ranks, 2, engine.topology.dp_rank(engine.rank), ranks, seed=1
+    )
+    model, optimizer, _, loader = engine.prepare(
+        policy, optimizer, None, build_loader(dataset, sampler)
+    )
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        batch = preprocessor(batch)
+        loss = model(batch)[0]
+        weigh = getattr(unwrap(model), "loss_weight", None)
+        weight = torch.tensor(float(len(batch["index"]))) if weigh is None else weigh(batch)
+        return Loss(loss * weight, weight.float())
+
+    windows = iter(engine.accumulate(loader))
+    reports = [
+        engine.step(model, optimizer, None, next(windows), loss_fn, clip_norm=1.0)
+        for _ in range(STEPS)
+    ]
+    parameters = list(unwrap(model).parameters())
+    return {
+        "losses": [report.loss for report in reports],
+        "norms": [report.grad_norm for report in reports],
+        "sharded": sum(isinstance(p, DTensor) for p in parameters) / len(parameters),
+        "chunk": entry_point(name, model, dataset, preprocessor),
+    }
+
+
+def entry_point(name: str, model: Any, dataset: Any, preprocessor: Any) -> list[float]:
+    """What a declared method answers on the wrapped model, the same on every rank."""
+    import torch
+
+    from parallel_engine import unwrap
+
+    inner = unwrap(model).eval()
+    batch = preprocessor(dataset.__getitems__([5, 900]))
+    torch.manual_seed(3)
+    method = "predict_success" if name == "reward" else "predict_chunk"
+    with torch.no_grad():
+        return getattr(inner, method)(batch).flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["act", "reward", "wam"])
+def test_policies_train_under_every_kind(name: str, kind: str) -> None:
+    replicate, shard = KINDS[kind]
+    results = run_ranks(train, replicate * shard, name, replicate, shard)
+    for result in results:
+        assert result["sharded"] == (1.0 if shard > 1 else 0.0)
+        assert result["losses"] == results[0]["losses"]
+        assert result["chunk"] == pytest.approx(results[0]["chunk"], abs=1e-6)
+    if name == "wam":  # its noise is each rank's own, so that losses differ from one process's
+        assert all(0 < loss < 10 for loss in results[0]["losses"])
+        return
+    (alone,) = run_ranks(train, 1, name, 1, 1, init=False)
+    assert alone["sharded"] == 0.0
+    assert results[0]["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+    assert results[0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    assert results[0]["chunk"] == pytest.approx(alone["chunk"], abs=1e-4)
