@@ -11,7 +11,23 @@ from parallel_train.cli.parsing import parse
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.launch import without_flags
 
-PROMISED = ["policy.dropout", "policy.use_vae", "dataset.root", "steps", "batch_size", "seed", "log_freq", "output_dir", "optimizer.lr", "checkpoint.save_freq", "checkpoint_format", "parallelism.dp_replicate", "parallelism.dp_shard", "accelerator.mixed_precision", "accelerator.gradient_accumulation.steps"]
+PROMISED = [
+    "policy.dropout",
+    "policy.use_vae",
+    "dataset.root",
+    "steps",
+    "batch_size",
+    "seed",
+    "log_freq",
+    "output_dir",
+    "optimizer.lr",
+    "checkpoint.save_freq",
+    "checkpoint_format",
+    "parallelism.dp_replicate",
+    "parallelism.dp_shard",
+    "accelerator.mixed_precision",
+    "accelerator.gradient_accumulation.steps",
+]
 
 
 def config(*words):
