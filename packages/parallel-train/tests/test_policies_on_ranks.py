@@ -92,20 +92,33 @@ def entry_point(name: str, model: Any, dataset: Any, preprocessor: Any) -> list[
         return getattr(inner, method)(batch).flatten().tolist()
 
 
+def train_all(replicate: int, shard: int) -> dict[str, dict[str, Any]]:
+    """By policy; one after another in the same processes, each with an engine of its own."""
+    return {name: train(name, replicate, shard) for name in ("act", "reward", "wam")}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    """The same runs in one process."""
+    (result,) = run_ranks(train_all, 1, 1, 1, init=False)
+    return result
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["act", "reward", "wam"])
-def test_policies_train_under_every_kind(name: str, kind: str) -> None:
+def test_policies_train_under_every_kind(kind: str, alone: dict[str, dict[str, Any]]) -> None:
     replicate, shard = KINDS[kind]
-    results = run_ranks(train, replicate * shard, name, replicate, shard)
-    for result in results:
-        assert result["sharded"] == (1.0 if shard > 1 else 0.0)
-        assert result["losses"] == results[0]["losses"]
-        assert result["chunk"] == pytest.approx(results[0]["chunk"], abs=1e-6)
-    if name == "wam":  # its noise is each rank's own, so that losses differ from one process's
-        assert all(0 < loss < 10 for loss in results[0]["losses"])
-        return
-    (alone,) = run_ranks(train, 1, name, 1, 1, init=False)
-    assert alone["sharded"] == 0.0
-    assert results[0]["losses"] == pytest.approx(alone["losses"], abs=1e-5)
-    assert results[0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-    assert results[0]["chunk"] == pytest.approx(alone["chunk"], abs=1e-4)
+    ranks = run_ranks(train_all, replicate * shard, replicate, shard)
+    for name, single in alone.items():
+        results = [rank[name] for rank in ranks]
+        first = results[0]
+        for result in results:
+            assert result["sharded"] == (1.0 if shard > 1 else 0.0)
+            assert result["losses"] == first["losses"]
+            assert result["chunk"] == pytest.approx(first["chunk"], abs=1e-6)
+        assert single["sharded"] == 0.0
+        if name == "wam":  # its noise is each rank's own, so that losses differ from one process's
+            assert all(0 < loss < 10 for loss in first["losses"])
+            continue
+        assert first["losses"] == pytest.approx(single["losses"], abs=1e-5)
+        assert first["norms"] == pytest.approx(single["norms"], rel=1e-4)
+        assert first["chunk"] == pytest.approx(single["chunk"], abs=1e-4)
