@@ -1,4 +1,4 @@
-"""Imports point downward only. A workspace hides undeclared imports, so they are read from source."""
+"""Imports point downward only; a workspace hides undeclared ones, so the source is read."""
 
 import ast
 import tomllib
