@@ -15,6 +15,8 @@ from pathlib import Path
 from parallel_ckpt.hashing import hashed_file
 from parallel_ckpt.layout import (
     DELETED,
+    LAST,
+    PROBE,
     REPLACED,
     TEMPORARY,
     RunFolder,
@@ -83,8 +85,9 @@ def mend(run: RunFolder) -> list[str]:
     if steps and os.path.islink(run.last) and not run.last.exists():
         point_last(run, steps[-1])
         notes.append(f"{run.last}: pointed at nothing; now at {step_name(steps[-1])}.")
-    for leftover in run.checkpoints.glob(f".{run.last.name}.*"):
-        leftover.unlink()
+    for pattern in (f".{LAST}.*", f"{PROBE}*"):
+        for leftover in run.checkpoints.glob(pattern):
+            leftover.unlink(missing_ok=True)
     return notes
 
 

@@ -30,6 +30,7 @@ DCP_METADATA = ".metadata"
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 RUN_LOCK = "run.lock"
+PROBE = ".shared-"
 
 TEMPORARY, REPLACED, DELETED = "tmp", "old", "del"
 _STEP = re.compile(r"\d{6,}")

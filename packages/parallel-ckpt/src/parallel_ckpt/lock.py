@@ -88,6 +88,8 @@ class RunLock:
             _refuse_if_alive(path, found, stale_s)
             if _take_away(path, found):
                 notes.append(f"{path}: taken over; {found or 'its holder'} is gone.")
+        for leftover in path.parent.glob(f".{path.name}.*"):
+            leftover.unlink(missing_ok=True)
         return cls(path, mine, beat_s), notes
 
     @property
@@ -152,7 +154,7 @@ def _create(path: Path, holder: Holder) -> bool:
     except OSError:
         return _create_without_links(path, holder)
     finally:
-        spare.unlink()
+        spare.unlink(missing_ok=True)
     return True
 
 
@@ -191,12 +193,12 @@ def _take_away(path: Path, expected: Holder | None) -> bool:
     except FileNotFoundError:
         return False
     if read_holder(grave) == expected:
-        grave.unlink()
+        grave.unlink(missing_ok=True)
         return True
     with contextlib.suppress(OSError):
         # A live lock was created between our look and our move: give it back.
         os.link(grave, path)
-    grave.unlink()
+    grave.unlink(missing_ok=True)
     return False
 
 
@@ -210,11 +212,11 @@ def _touched(path: Path) -> float | None:
 def _now(path: Path) -> float:
     """The file system's own time, which a lock's age is counted in: hosts' clocks differ."""
     probe = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    probe.touch()
     try:
-        return probe.stat().st_mtime
+        with probe.open("x") as file:
+            return os.fstat(file.fileno()).st_mtime
     finally:
-        probe.unlink()
+        probe.unlink(missing_ok=True)
 
 
 def _namespace() -> str:

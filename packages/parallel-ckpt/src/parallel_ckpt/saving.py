@@ -24,6 +24,7 @@ from parallel_ckpt.hashing import hash_bytes, hashed_file
 from parallel_ckpt.layout import (
     DCP,
     PRETRAINED_MODEL,
+    PROBE,
     TRAIN_CONFIG,
     TRAINING_STATE,
     RunFolder,
@@ -183,16 +184,17 @@ class CheckpointSaver:
             for note in [*notes, *mend(self._run)]:
                 self._on_note(note)
             token = uuid.uuid4().hex
-            probe = self._run.checkpoints / f".shared-{token}"
+            probe = self._run.checkpoints / f"{PROBE}{token}"
             probe.write_text(token, encoding="utf-8")
-            return str(probe), token, _highest_sequence(self._run)
+            return probe.name, token, _highest_sequence(self._run)
 
-        probe, token, sequence = self._ranks.on_main(take)
+        name, token, sequence = self._ranks.on_main(take)
+        probe = self._run.checkpoints / name
         try:
-            self._ranks.attempt(lambda: _read_back(self._run, Path(probe), token, self._ranks.rank))
+            self._ranks.attempt(lambda: _read_back(self._run, probe, token, self._ranks.rank))
         finally:
             if self._ranks.is_main:
-                Path(probe).unlink(missing_ok=True)
+                probe.unlink(missing_ok=True)
         return sequence
 
     def _check_agreement(self, snapshot: Snapshot) -> None:

@@ -1,0 +1,297 @@
+"""Killed at any moment, out of space, not allowed: what was committed stays, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallel_ckpt import CheckpointSaver, RunFolder, newest_intact, read_start, restore
+from parallel_config import CheckpointConfig, CheckpointFormat, Topology
+from parallel_testing.ranks import Outcome, rank_outcomes, run_ranks
+
+FORMAT = CheckpointFormat.SAFETENSORS_DCP
+
+
+def build(value: float, *, shard: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and a moment that both hold `value` everywhere."""
+    model = nn.Linear(16, 8)
+    if shard:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        assert isinstance(model.weight, DTensor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
+    return model, optimizer
+
+
+def save(saver: CheckpointSaver, step: int, value: float, *, shard: bool = False) -> None:
+    model, optimizer = build(value, shard=shard)
+    saver.save(step=step, samples_seen=step, model=model, optimizer=optimizer, data_state=value)
+
+
+def value_of(path: Path, topology: Topology = Topology()) -> float:  # noqa: B008 - frozen
+    """The one value that everything in a checkpoint holds."""
+    start = read_start(path, topology=topology)
+    model, optimizer = build(-1.0)
+    restore(path, model, optimizer)
+    held = {v for p in model.parameters() for v in p.detach().flatten().tolist()}
+    state = [optimizer.state[p]["momentum_buffer"].flatten().tolist() for p in model.parameters()]
+    held |= {v for of_parameter in state for v in of_parameter}
+    assert held == {start.data_state}
+    return float(start.data_state)
+
+
+def open_saver(root: Path, **config: Any) -> CheckpointSaver:
+    return CheckpointSaver(
+        root,
+        topology=Topology(),
+        checkpoint_format=FORMAT,
+        config=CheckpointConfig(**config),
+        on_note=lambda note: None,
+    )
+
+
+def die_at(event_number: int, root: Path) -> None:
+    """SIGKILL this process before its n-th change to the run folder."""
+    changes = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.symlink", "os.link"}
+    count = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        is_write = event == "open" and isinstance(args[1], str) and args[1][0] in "wx"
+        if (event in changes or is_write) and any(str(root) in str(arg) for arg in args):
+            count += 1
+            if count == event_number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def killed_at_every_change(root: Path) -> int:
+    """Runs in a process of its own; how many moments of dying there were."""
+    origin = root / "origin"
+    with open_saver(origin) as saver:
+        save(saver, 1, 1.0)
+        save(saver, 2, 2.0)
+    moment = 0
+    while True:
+        moment += 1
+        run = root / "run"
+        shutil.copytree(origin, run, symlinks=True)
+        pid = os.fork()
+        if pid == 0:
+            die_at(moment, run)
+            with open_saver(run, keep_last=2) as saver:
+                save(saver, 2, 2.5)
+                save(saver, 3, 3.0)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        check_after_death(run)
+        shutil.rmtree(run)
+        if status == 0:
+            return moment
+        assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def check_after_death(run: Path) -> None:
+    allowed = {1: {1.0}, 2: {2.0, 2.5}, 3: {3.0}}
+    folder = RunFolder(run)
+    for step in folder.committed_steps():  # as another process sees it, before anyone mends
+        assert value_of(folder.step(step).path) in allowed[step]
+    with open_saver(run) as saver:
+        assert not folder.hidden_folders()
+        path, skipped = newest_intact(run)
+        assert path is not None
+        assert not skipped
+        assert path.name in ("000002", "000003")
+        assert value_of(run / "checkpoints/last") in (2.0, 2.5, 3.0)
+        save(saver, 4, 4.0)
+    assert value_of(run) == 4.0
+    names = {entry.name for entry in folder.checkpoints.iterdir()}
+    assert names <= {"000001", "000002", "000003", "000004", "last"}
+    assert not list(run.glob(".run.lock*"))
+
+
+def test_killed_before_every_change_to_the_folder(tmp_path: Path) -> None:
+    moments = run_ranks(killed_at_every_change, 1, tmp_path, init=False, timeout_s=300)[0]
+    assert moments > 60
+
+
+def save_until_killed(root: Path, victims: list[int], delay_s: float, first: int) -> None:
+    """Two sharded ranks save again and again; the victims die after `delay_s` of saving."""
+    rank = dist.get_rank()
+    with CheckpointSaver(
+        root,
+        topology=Topology(dp_shard=2),
+        checkpoint_format=FORMAT,
+        config=CheckpointConfig(keep_last=3, async_save=first % 2 == 0),
+        on_note=lambda note: None,
+        deadline_s=20,
+    ) as saver:
+        if rank in victims:
+            # A signal that no handler can see or delay, as from the kernel's memory killer.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, delay_s)
+        for step in range(first, first + 200):
+            save(saver, step, float(step), shard=True)
+
+
+def campaign(root: Path, trials: int, seed: int = 0) -> int:
+    """Kill one rank or both at random moments of saving; steps committed at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    newest = 0
+    for trial in range(trials):
+        victims = [[0], [1], [0, 1]][trial % 3]
+        delay_s = 0.005 + float(torch.rand((), generator=generator)) * 0.3
+        outcomes = rank_outcomes(
+            save_until_killed, 2, root, victims, delay_s, newest + 1, timeout_s=60
+        )
+        check_deaths(outcomes, victims)
+        path, skipped = newest_intact(root)
+        assert not skipped
+        if path is not None:
+            step = int(path.name)
+            assert step >= newest
+            assert value_of(path, Topology(dp_shard=2)) == step
+            newest = step
+    return newest
+
+
+def check_deaths(outcomes: list[Outcome], victims: list[int]) -> None:
+    for outcome in outcomes:
+        assert outcome.exit_code is not None, f"rank {outcome.rank} hung\n{outcome.error}"
+        expected = -signal.SIGALRM if outcome.rank in victims else 1
+        assert outcome.exit_code == expected, outcome.error
+
+
+def test_ranks_killed_at_random_moments(tmp_path: Path) -> None:
+    assert campaign(tmp_path, trials=6) > 0
+
+
+def save_with_a_limit(root: Path, limited: int, how: str) -> str:
+    """Rank `limited` meets a real error of the file system in its second save."""
+    rank = dist.get_rank()
+    saver = CheckpointSaver(root, topology=Topology(dp_shard=2), checkpoint_format=FORMAT)
+    save(saver, 1, 1.0, shard=True)
+    if rank == limited and how == "too large":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.RLIM_INFINITY))
+    if rank == limited and how == "not allowed":
+        os.seteuid(65534)
+    message = ""
+    try:
+        save(saver, 2, 2.0, shard=True)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    if rank == limited:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        os.seteuid(os.getuid())
+    hidden = RunFolder(root).hidden_folders() if rank == 0 and how == "too large" else []
+    save(saver, 3, 3.0, shard=True)
+    saver.close()
+    assert not hidden
+    return message
+
+
+@pytest.mark.parametrize(
+    ("how", "limited", "words"),
+    [
+        ("too large", 1, "failed on rank 1: File too large"),
+        ("too large", 0, "failed on rank 0: File too large"),
+        ("not allowed", 1, "failed on rank 1: Permission denied"),
+    ],
+)
+def test_an_error_of_one_rank_is_the_error_of_all(
+    how: str, limited: int, words: str, tmp_path: Path
+) -> None:
+    if how == "not allowed" and os.geteuid() != 0:
+        pytest.skip("only root can give up a right and take it back")
+    messages = run_ranks(save_with_a_limit, 2, tmp_path, limited, how)
+    assert messages[0] == messages[1]
+    assert words in messages[0]
+    assert messages[0].startswith("CheckpointError")
+    assert value_of(tmp_path, Topology(dp_shard=2)) == 3.0
+    assert RunFolder(tmp_path).committed_steps() == [1, 3]
+
+
+ARTIFACTS = [
+    "manifest.json",
+    "pretrained_model/model.safetensors",
+    "pretrained_model/dcp/.metadata",
+    "pretrained_model/dcp/__0_0.distcp",
+    "training_state/optimizer/.metadata",
+    "training_state/optimizer/__0_0.distcp",
+    "training_state/optimizer.json",
+    "training_state/training_step.json",
+    "training_state/scheduler.json",
+    "training_state/data.json",
+    "training_state/rng/rank_00000.safetensors",
+]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("healthy") / "run"
+    with open_saver(root) as saver:
+        save(saver, 1, 1.0)
+        save(saver, 2, 2.0)
+    return root
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("artifact", ARTIFACTS)
+def test_damage_is_found_and_named(artifact: str, how: str, healthy: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(healthy, tmp_path / "run", symlinks=True)
+    file = run / "checkpoints/000002" / artifact
+    content = file.read_bytes()
+    if how == "flipped":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 0x40]) + content[middle + 1 :])
+    elif how == "truncated":
+        file.write_bytes(content[:-1])
+    else:
+        file.unlink()
+    if artifact == "manifest.json" and how == "truncated":
+        return  # its last byte is a line feed: nothing is lost
+    with pytest.raises(ValueError) as caught:
+        read_start(run / "checkpoints/000002", topology=Topology())
+    assert artifact in str(caught.value) or how == "missing"
+    path, skipped = newest_intact(run)
+    assert path == run / "checkpoints/000001"
+    if not (artifact == "manifest.json" and how == "missing"):
+        assert [entry[0].name for entry in skipped] == ["000002"]
+        assert artifact in skipped[0][1]
+    assert value_of(path) == 1.0
+    with open_saver(run) as saver:
+        save(saver, 2, 2.5)
+    assert value_of(run) == 2.5
+
+
+def test_sizes_alone_find_what_is_cut(healthy: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(healthy, tmp_path / "run", symlinks=True)
+    file = run / "checkpoints/000002/pretrained_model/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"has \d+ bytes; \d+ were committed"):
+        read_start(run, topology=Topology(), verify="fast")
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        number, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+        print(f"{number} trials, newest intact step {campaign(Path(folder), number, seed)}")
