@@ -17,7 +17,13 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = False
 
 ROOT = Path(__file__).parent
-PACKAGES = ("parallel-config", "parallel-engine", "parallel-ckpt", "parallel-publish", "parallel-train")
+PACKAGES = (
+    "parallel-config",
+    "parallel-engine",
+    "parallel-ckpt",
+    "parallel-publish",
+    "parallel-train",
+)
 CPU = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -151,7 +157,9 @@ def lowest(session: nox.Session) -> None:
     """The package suites on the lowest versions that the packages declare."""
     for package in PACKAGES:
         tools = [] if package == "parallel-config" else ["-e", "packages/parallel-testing"]
-        session.install("--resolution", "lowest-direct", "pytest", "-e", f"packages/{package}", *tools)
+        session.install(
+            "--resolution", "lowest-direct", "pytest", "-e", f"packages/{package}", *tools
+        )
         session.run("pytest", "-q", f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
