@@ -4,6 +4,11 @@ from parallel_testing import ranks
 
 ranks._PRELOAD.extend(
     name
-    for name in ("torch._dynamo", "torch.distributed.fsdp", "parallel_ckpt")
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "parallel_ckpt.saving",
+        "parallel_ckpt.restoring",
+    )
     if name not in ranks._PRELOAD
 )
