@@ -195,3 +195,12 @@ def test_an_output_folder_that_cannot_be_written(ptrain, small):
     (ptrain.folder / "file").write_text("")
     text = ptrain("train", *small, "--output_dir", "file/run", code=2)
     assert "output_dir = 'file/run' cannot be written: Not a directory" in text
+
+
+def test_a_step_that_was_being_replaced_is_put_back(ptrain, small):
+    """Killed between the two renames of a re-save: the former step lies aside, whole."""
+    ptrain("train", *small, "--steps", 4, "--checkpoint.save_freq", 2, "--output_dir", "run")
+    folder = ptrain.folder / "run/checkpoints"
+    (folder / "000004").rename(folder / ".000004.old-abc123")
+    assert "(step 4)" in ptrain("resume", "run", "--steps", 5)
+    assert (folder / "000004/manifest.json").is_file()

@@ -10,6 +10,8 @@ from parallel_engine._ranks import leave as leave
 from parallel_engine._ranks import together as together
 from parallel_engine.engine import Engine as Engine
 from parallel_engine.engine import unwrap as unwrap
+from parallel_engine.failures import PeerError as PeerError
+from parallel_engine.order import UnitOrderError as UnitOrderError
 from parallel_engine.step import Loss as Loss
 from parallel_engine.step import NonFiniteError as NonFiniteError
 from parallel_engine.step import StepReport as StepReport

@@ -1,8 +1,9 @@
 """From the config to accelerate's objects: every field explicit, then compared with the config.
 
-accelerate fills every field left open from its environment variables, and one of them beats even an
-explicit argument. So nothing is left open, and what it ended up with is checked: a difference is an
-error that names the variable (or, with `PARALLEL_ALLOW_ACCELERATE_ENV=1`, a line in the log).
+accelerate fills every field left open from its environment variables, and one of them
+(`ACCELERATE_GRADIENT_ACCUMULATION_STEPS`) beats even an explicit number, though not a plugin. So
+nothing is left open, and what it ended up with is checked: a difference is an error that names the
+variable, unless `PARALLEL_ALLOW_ACCELERATE_ENV=1` lets the environment win.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator
 from parallel_engine.determinism import apply_determinism
 from parallel_engine.entry_points import prepare_entry_points
+from parallel_engine.failures import Failures
 from parallel_engine.loading import prepare_loader
+from parallel_engine.order import UnitOrder, moments, require_same
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
 from parallel_engine.wrapping import forward_methods, resolve_wrap_policy, wrap_units
@@ -70,6 +72,8 @@ class Engine:
         """Updates left out because a value was not finite."""
         apply_determinism(self.config)
         _ranks.connect(self.device)
+        self._failures = Failures(self.rank, self.topology.world_size)
+        self._order: UnitOrder | None = None
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None
 
@@ -102,7 +106,7 @@ class Engine:
             raise RuntimeError("an Engine prepares one model and one optimizer; make another one")
         names = _ranks.together(lambda: self._check(model, optimizer))
         policy = resolve_wrap_policy(model, self.config.fsdp) if self.topology.is_sharded else None
-        units = wrap_units(model, policy) if policy else _compile_units(model)
+        units = wrap_units(model, policy) if policy else _declared_units(model, self.config)
         ignored = preflight.ignored_modules(model, self.config) if policy else []
         replicated = _names_of(model, ignored)
         preflight.make_contiguous(model)
@@ -124,6 +128,7 @@ class Engine:
         )
         if policy:
             preflight.verify_sharded(wrapped, optimizer, replicated)
+            self._order = UnitOrder(wrapped)
             self._log_units(wrapped, policy.source)
         self._model = wrapped
         return wrapped, optimizer, scheduler, prepare_loader(loader, self._accelerator, self.device)
@@ -168,13 +173,18 @@ class Engine:
 
         Raises:
             NonFiniteError: on every rank, before the update, with `on_nonfinite="error"`.
+            UnitOrderError: on every rank, before the update: ranks ran different wrap units.
+            PeerError: another rank failed; its error is quoted.
         """
         started = time.perf_counter()
         lr = float(optimizer.param_groups[0]["lr"])
         window = _step.run_window(self, model, micro_batches, loss_fn)
-        sums = _step.reduce_window(window)
-        weight = sums.weight if sums.weight > 0 else 1.0
-        norm = self.clip(model, scale=self.topology.dp_world_size / weight, clip_norm=clip_norm)
+        ran = self._order.take() if self._order else []
+        with self._failures.told():
+            sums = _step.reduce_window(window, moments(ran))
+            weight = sums.weight if sums.weight > 0 else 1.0
+            norm = self.clip(model, scale=self.topology.dp_world_size / weight, clip_norm=clip_norm)
+        require_same(sums.riders, self.topology.world_size, ran)
         loss = sums.total / weight
         skipped = not (abs(loss) < float("inf") and norm < float("inf"))
         if skipped and self.config.mixed_precision != "fp16":
@@ -191,12 +201,14 @@ class Engine:
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, index: int, count: int) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: only the last of a window syncs."""
-        if index == count - 1:
+        """Around forward and backward of a micro-batch: only the last of a window syncs.
+
+        An error inside is told to the other ranks.
+        """
+        last = index == count - 1
+        syncs = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
+        with self._failures.told(), syncs:
             yield
-        else:
-            with self.accelerator.no_sync(model):
-                yield
 
     def backward(self, loss: Tensor) -> None:
         """Collective: every rank. Backward of one micro-batch; fp16 goes through its scaler."""
@@ -258,10 +270,15 @@ def _require(name: str, value: object, kind: type[Any]) -> None:
         )
 
 
-def _compile_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Units for checkpointing and compiling where nothing is sharded: what the model declares."""
-    names = set(getattr(model, "_fsdp_wrap_modules", None) or ())
-    return {n: m for n, m in model.named_modules() if n and type(m).__name__ in names}
+def _declared_units(model: nn.Module, config: AcceleratorConfig) -> dict[str, nn.Module]:
+    """Units for checkpointing and compiling where nothing is sharded.
+
+    Raises:
+        ConfigError: checkpointing or compiling is asked for, and nobody names units.
+    """
+    if config.activation_checkpointing.mode == "none" and not config.compile.enable:
+        return {}
+    return wrap_units(model, resolve_wrap_policy(model, config.fsdp))
 
 
 def _names_of(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:

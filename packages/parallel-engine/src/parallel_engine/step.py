@@ -121,17 +121,24 @@ class Sums:
     total: float
     weight: float
     metrics: dict[str, float]
+    riders: list[float]
 
 
-def reduce_window(window: Window) -> Sums:
-    """Collective: every rank. One small all-reduce for loss, weight and every metric."""
+def reduce_window(window: Window, riders: Sequence[float] = ()) -> Sums:
+    """Collective: every rank. One small all-reduce for loss, weight and every metric.
+
+    `riders` are numbers summed along.
+    """
     names = sorted(window.metrics)
     values = [window.total, window.weight, torch.tensor(float(window.num_micro_batches))]
+    values += [torch.tensor(rider, dtype=torch.float64) for rider in riders]
     vector = torch.stack([v.double() for v in (*values, *(window.metrics[n] for n in names))])
     if dist.is_initialized():
         dist.all_reduce(vector)
     total, weight, count, *rest = vector.tolist()
-    return Sums(total, weight, {n: value / count for n, value in zip(names, rest, strict=True)})
+    means = rest[len(riders) :]
+    metrics = {n: value / count for n, value in zip(names, means, strict=True)}
+    return Sums(total, weight, metrics, rest[: len(riders)])
 
 
 def average_replicated(model: nn.Module, world_size: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_ckpt import newest_intact, read_manifest, resolve_checkpoint
+from parallel_ckpt import CheckpointSaver, newest_intact, read_manifest, resolve_checkpoint
 from parallel_ckpt.layout import StepFolder
 from parallel_config import ConfigError, Problem, Topology
 from parallel_engine import from_main
@@ -44,7 +44,8 @@ def decide_start(job: Job, *, world_size: int) -> Start:
     """
     folder, checkpoint = from_main(lambda: _locate(job))
     notes = list(job.notes)
-    if checkpoint is None and _may_continue(job):
+    if checkpoint is None and job.resume != "never":
+        notes += _mend(folder, world_size)
         checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
         notes += [f"skipped {path}: {reason}" for path, reason in skipped]
         if checkpoint is None and job.resume == "must":
@@ -58,8 +59,16 @@ def decide_start(job: Job, *, world_size: int) -> Start:
     return from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
 
 
-def _may_continue(job: Job) -> bool:
-    return job.resume != "never"
+def _mend(folder: RunFolder, world_size: int) -> list[str]:
+    """Collective: every rank. Put right what a save that was killed left half done.
+
+    A step that was being replaced may lie aside; it must be back before the newest is looked for.
+    """
+    lines: list[str] = []
+    if from_main(folder.holds_run):
+        topology = Topology(dp_replicate=world_size)
+        CheckpointSaver(folder.path, topology=topology, on_note=lines.append).close()
+    return lines
 
 
 def _locate(job: Job) -> tuple[RunFolder, Path | None]:
