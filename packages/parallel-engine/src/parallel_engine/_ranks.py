@@ -105,16 +105,15 @@ def any_rank(flag: bool) -> bool:
     return bool(value)
 
 
-def leave(code: int) -> NoReturn:
+def leave(code: int, *, together: bool | None = None) -> NoReturn:
     """End this rank's process, in the worker's main only.
 
     A plain exit may abort while a gloo thread still owns a tensor, and a peer that leaves early
-    breaks the others' last collective: so after success all meet once more, then the group is
-    destroyed and the process ends without running destructors.
+    breaks the others' last collective. So ranks that end well (`together`, by default with code 0)
+    meet once more and destroy the group; one that failed waits for nobody.
     """
-    if dist.is_initialized():
-        if code == 0:
-            dist.barrier()
+    if dist.is_initialized() and (code == 0 if together is None else together):
+        dist.barrier()
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

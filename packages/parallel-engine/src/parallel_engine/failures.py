@@ -30,7 +30,7 @@ class PeerError(RuntimeError):
 
 
 class Failures:
-    """This rank's eye on the errors of the others."""
+    """An eye on the errors of the other ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size

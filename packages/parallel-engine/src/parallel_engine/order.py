@@ -39,7 +39,7 @@ class UnitOrder:
         def hook(module: nn.Module, args: Any) -> None:
             self._ran.append(name)
 
-        return torch.compiler.disable(hook)
+        return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
     def take(self) -> list[str]:
         """The units that ran, and begin anew."""

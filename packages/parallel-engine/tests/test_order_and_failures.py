@@ -1,0 +1,129 @@
+"""What would hang, or go wrong in silence, ends on every rank with an error that says why."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_config import AcceleratorConfig, GradientAccumulationConfig, ParallelismConfig
+from parallel_engine import Engine, UnitOrderError
+from parallel_testing.ranks import rank_outcomes, run_ranks
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Choosy(nn.Module):
+    """Runs the one block or the other; both have the same shape."""
+
+    _fsdp_wrap_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(4, 4), Block(4, 4)])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x, first=0):
+        return self.head(self.blocks[1 - first](self.blocks[first](x)))
+
+
+def prepared(degrees, accumulation=1):
+    torch.manual_seed(0)
+    model = Choosy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(
+        parallelism=ParallelismConfig(**degrees),
+        accelerator=AcceleratorConfig(
+            gradient_accumulation=GradientAccumulationConfig(steps=accumulation)
+        ),
+        device="cpu",
+    )
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    return engine, model, optimizer
+
+
+def in_another_order():
+    engine, model, optimizer = prepared({"dp_shard": -1})
+    x = torch.ones(2, 4)
+    engine.step(model, optimizer, None, [x], lambda m, b: m(b).mean())
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(UnitOrderError) as caught:
+        engine.step(model, optimizer, None, [x], lambda m, b: m(b, first=engine.rank).mean())
+    after = [p.to_local() for p in model.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return str(caught.value), same
+
+
+def test_another_order_of_units_is_caught_before_the_update():
+    for message, unchanged in run_ranks(in_another_order, 2):
+        assert "place 1 rank 0 ran 'blocks.0', rank 1 'blocks.1'" in message
+        assert unchanged
+
+
+def raises_on_rank_1(degrees, accumulation, where):
+    engine, model, optimizer = prepared(degrees, accumulation)
+    x = torch.ones(2, 4)
+
+    def loss_fn(m, batch):
+        if where == "forward" and engine.rank == 1:
+            raise ValueError("sample 17 has no action")
+        loss = m(batch).mean()
+        if where == "backward" and engine.rank == 1:
+            loss.register_hook(lambda g: (_ for _ in ()).throw(ValueError("sample 17 broke")))
+        return loss
+
+    engine.step(model, optimizer, None, [x] * accumulation, loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "accumulation", "where"),
+    [({}, 1, "backward"), ({}, 2, "forward"), ({"dp_shard": -1}, 1, "forward")],
+)
+def test_a_rank_that_raises_ends_all_with_its_error(degrees, accumulation, where):
+    started = time.monotonic()
+    outcomes = rank_outcomes(raises_on_rank_1, 2, degrees, accumulation, where, init=False)
+    assert [o.exit_code for o in outcomes] == [1, 1]
+    assert [o.error_type for o in outcomes] == ["PeerError", "ValueError"]
+    assert "rank 1 failed: ValueError: sample 17" in outcomes[0].error
+    assert time.monotonic() - started < 45
+
+
+def dies_on_rank_1():
+    engine, model, optimizer = prepared({"dp_shard": -1})
+
+    def loss_fn(m, batch):
+        if engine.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return m(batch).mean()
+
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
+
+
+def test_a_killed_rank_ends_its_peer():
+    killed = rank_outcomes(dies_on_rank_1, 2, init=False)
+    assert [o.exit_code for o in killed] == [1, -signal.SIGKILL]
+
+
+def stays_after_its_error():
+    from parallel_engine import failures
+
+    failures.GRACE_S, failures.HEARD_S = 1.0, 3.0
+    engine, model, optimizer = prepared({"dp_shard": -1})
+    if engine.rank == 0:
+        engine.step(model, optimizer, None, [torch.ones(2, 4)], lambda m, b: m(b).mean())
+    try:
+        with engine.micro_batch(model, 0, 1):
+            raise ValueError("caught and kept")
+    except ValueError:
+        time.sleep(6)
+
+
+def test_a_peer_ends_even_when_its_collective_never_breaks():
+    started = time.monotonic()
+    outcomes = rank_outcomes(stays_after_its_error, 2, init=False)
+    assert outcomes[0].exit_code == 1
+    assert time.monotonic() - started < 45
