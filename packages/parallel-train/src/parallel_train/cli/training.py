@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from parallel_config import ConfigError
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
-from parallel_train.cli.app import fail
+from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import ResumeCommand, TrainCommand
 from parallel_train.cli.parsing import Parsed
 from parallel_train.config import SCHEMA
+from parallel_train.signals import PREEMPTED
 
 
 def run(parsed: Parsed) -> int:
@@ -63,8 +65,12 @@ def _work(parsed: Parsed, facts: LaunchFacts) -> int:
     try:
         code = train(job).exit_code
     except ConfigError as error:
-        code = fail(error, f"ptrain {parsed.argv[0]}") if facts.is_main else 2
+        code = fail(error, f"ptrain {parsed.argv[0]}") if facts.is_main else USAGE_ERROR
+    except Exception:
+        # The group may be broken: say why and leave without a collective.
+        traceback.print_exc()
+        code = 1
     leave_exit_code(code)
     if facts.world_size > 1:
-        leave(code)
+        leave(code, together=code in (0, PREEMPTED))
     return code
