@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def test_workers_leave_stop_signals_to_the_training_process() -> None:
     dataset = LeRobotDataset(STATE)
     sampler = GlobalBatchSampler(len(dataset), 8)
     iterator: Any = iter(build_loader(dataset, sampler, num_workers=2))
-    next(iterator)
+    list(islice(iterator, 2))  # one from each: both have started
     for worker in iterator._workers:
         os.kill(worker.pid, signal.SIGTERM)
         os.kill(worker.pid, signal.SIGINT)
@@ -85,3 +87,20 @@ def test_workers_that_draw_are_seeded_from_seed_and_position() -> None:
     assert torch.equal(draw(0, 0), draw(0, 0))
     assert not torch.equal(draw(0, 0) % 1, draw(0, 64) % 1)
     assert not torch.equal(draw(0, 0) % 1, draw(1, 0) % 1)
+
+
+LEAVES = """
+import sys
+from parallel_train.data.lerobot import LeRobotDataset
+from parallel_train.data.loader import build_loader
+from parallel_train.data.order import GlobalBatchSampler
+dataset = LeRobotDataset(sys.argv[1])
+iterator = iter(build_loader(dataset, GlobalBatchSampler(len(dataset), 8), num_workers=2))
+next(iterator)
+"""
+
+
+def test_a_process_that_still_has_workers_exits() -> None:
+    """Its children are ended by SIGTERM, which they ignore until then."""
+    command = [sys.executable, "-W", "ignore", "-c", LEAVES, str(STATE)]
+    assert subprocess.run(command, timeout=90, check=False).returncode == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
 import random
 import signal
 from collections.abc import Mapping
@@ -40,7 +43,7 @@ def build_loader(
         collate_fn=_collate,
         generator=generator,
         pin_memory=pin_memory and torch.cuda.is_available(),
-        worker_init_fn=partial(_start_worker, key) if num_workers else None,
+        worker_init_fn=partial(_start_worker, key, _leaving()) if num_workers else None,
     )
 
 
@@ -49,13 +52,25 @@ def _collate(samples: Any) -> Any:
     return samples if isinstance(samples, Mapping) else default_collate(samples)
 
 
-def _start_worker(key: tuple[int, ...], worker: int) -> None:
+def _leaving() -> Any:
+    """A flag in shared memory that is set when this process begins to exit.
+
+    Python then ends its children by SIGTERM and waits for them: a worker that went on ignoring
+    the signal would hang the exit.
+    """
+    flag = multiprocessing.RawValue("b", 0)
+    atexit.register(setattr, flag, "value", 1)  # later registered, it runs before Python's own
+    return flag
+
+
+def _start_worker(key: tuple[int, ...], leaving: Any, worker: int) -> None:
     """Seed the worker, and let it ignore signals: they are the training process's to answer.
 
-    A worker whose parent has died ends by itself.
+    SIGTERM counts once that process is leaving. A worker whose parent has died ends by itself.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
     torch.set_num_threads(1)
     seed = _seed(*key, worker)
     random.seed(seed)
