@@ -12,6 +12,9 @@ from parallel_engine.engine import Engine as Engine
 from parallel_engine.engine import unwrap as unwrap
 from parallel_engine.failures import PeerError as PeerError
 from parallel_engine.order import UnitOrderError as UnitOrderError
+from parallel_engine.plan import ShardPlan as ShardPlan
+from parallel_engine.plan import UnitPlan as UnitPlan
+from parallel_engine.plan import plan as plan
 from parallel_engine.step import Loss as Loss
 from parallel_engine.step import NonFiniteError as NonFiniteError
 from parallel_engine.step import StepReport as StepReport

@@ -60,7 +60,7 @@ def build_accelerator(
         plugin = mesh = None
         if topology.is_sharded:
             assert wrap_policy is not None, "a sharded topology needs a wrap policy"
-            plugin = _fsdp_plugin(config, wrap_policy, ignored)
+            plugin = fsdp_plugin(config, wrap_policy, ignored)
             mesh = _parallelism(topology)
         on_cpu = device.type == "cpu"
         accelerator = Accelerator(
@@ -100,7 +100,7 @@ def mixed_precision_policy(config: AcceleratorConfig) -> MixedPrecisionPolicy:
     )
 
 
-def _fsdp_plugin(
+def fsdp_plugin(
     config: AcceleratorConfig, policy: WrapPolicy, ignored: Sequence[nn.Module]
 ) -> FullyShardedDataParallelPlugin:
     by_size = policy.min_num_params is not None

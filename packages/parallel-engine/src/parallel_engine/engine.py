@@ -33,7 +33,12 @@ from parallel_engine.loading import prepare_loader
 from parallel_engine.order import UnitOrder, moments, require_same
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
-from parallel_engine.wrapping import forward_methods, resolve_wrap_policy, wrap_units
+from parallel_engine.wrapping import (
+    containers_out_of_size,
+    forward_methods,
+    resolve_wrap_policy,
+    wrap_units,
+)
 
 log = logging.getLogger("parallel_engine")
 
@@ -118,7 +123,8 @@ class Engine:
             )
         )
         _move_whole(model, self.device, ignored)
-        wrapped, optimizer, scheduler = self._accelerator.prepare(model, optimizer, scheduler)
+        with containers_out_of_size(model, policy):
+            wrapped, optimizer, scheduler = self._accelerator.prepare(model, optimizer, scheduler)
         prepare_entry_points(
             wrapped,
             model,

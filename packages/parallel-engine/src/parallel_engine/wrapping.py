@@ -7,7 +7,8 @@ without any is an error, since sharding the root alone saves no memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -28,7 +29,7 @@ class WrapPolicy:
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` becomes a unit of its own."""
         if self.min_num_params is not None:
-            return sum(p.numel() for p in module.parameters()) >= self.min_num_params
+            return runs(module) and _num_params(module) >= self.min_num_params
         return type(module).__name__ in self.class_names
 
 
@@ -93,7 +94,8 @@ def _declared(model: nn.Module) -> WrapPolicy:
 def _check(model: nn.Module, policy: WrapPolicy) -> None:
     if policy.min_num_params is not None:
         if not wrap_units(model, policy):
-            largest = max(sum(p.numel() for p in m.parameters()) for m in model.children())
+            below = [m for name, m in model.named_modules() if name and runs(m)]
+            largest = max((_num_params(m) for m in below), default=0)
             raise ConfigError(
                 Problem(
                     policy.source,
@@ -113,6 +115,44 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
                     f"{nearest(name, present)} It has: {_class_list(model)}.".strip(),
                 )
             )
+    for fqn, module in wrap_units(model, policy).items():
+        if not runs(module):
+            raise ConfigError(
+                Problem(
+                    policy.source,
+                    f"= {list(policy.class_names)}, but {fqn} is a {type(module).__name__}, a "
+                    "container without a forward around which its parts could be gathered.",
+                    "Name the class of the modules in it.",
+                )
+            )
+
+
+def runs(module: nn.Module) -> bool:
+    """Whether the module has a forward: FSDP2 refuses plain lists and dicts of modules."""
+    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    return not is_container or type(module).forward is not nn.Module.forward
+
+
+def _num_params(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@contextlib.contextmanager
+def containers_out_of_size(model: nn.Module, policy: WrapPolicy | None) -> Iterator[None]:
+    """While accelerate shards by size: containers without a forward count as empty.
+
+    Its size policy looks at `parameters()` alone, so that it would choose the ModuleList around
+    the blocks, which FSDP2 refuses.
+    """
+    by_size = policy is not None and policy.min_num_params is not None
+    hidden = [m for m in model.modules() if not runs(m)] if by_size else []
+    for module in hidden:
+        module.parameters = lambda recurse=True: iter(())  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in hidden:
+            del module.parameters
 
 
 def _classes(model: nn.Module) -> list[str]:

@@ -1,0 +1,262 @@
+"""What a run would be, for any world size, without ranks, GPU or memory.
+
+The model is built on the meta device and sharded over a fake process group by accelerate's own
+function, so that the units are those of a real run, the ones that accelerate adds included. The
+figures are rank 0's: it holds the largest shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from parallel_config import AcceleratorConfig, ParallelismConfig, Topology, clean_fqn
+from parallel_engine import preflight
+from parallel_engine.accelerate_build import DTYPES, fsdp_plugin
+from parallel_engine.wrapping import containers_out_of_size, resolve_wrap_policy
+
+_ADAM_STATES = 2
+_TINY = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlan:
+    """A wrap unit: what is gathered and freed together."""
+
+    name: str
+    num_params: int
+    """Elements of its parameters, whole."""
+    shard_bytes: int
+    """Its parameters as rank 0 keeps them."""
+    gather_bytes: int
+    """Its parameters whole, in the compute dtype: what one all-gather makes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """What a run would hold and send; every figure is that of rank 0."""
+
+    kind: str
+    world_size: int
+    dp_replicate: int
+    dp_shard: int
+    num_params: int
+    num_trainable: int
+    batch_size: int
+    accumulation: int
+    global_batch: int
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+    """Two moments for each trainable element, as Adam keeps them."""
+    gather_peak_bytes: int
+    """The two largest neighbours in flight: one in use, one prefetched."""
+    comm_bytes_per_step: int
+    """Received by one rank in one optimizer update: ring all-gathers and reductions."""
+    units: tuple[UnitPlan, ...]
+    """In the order of the model's modules; empty where nothing is sharded."""
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """The plan as JSON; sizes in bytes."""
+        return json.dumps(asdict(self), indent=2)
+
+    def render(self) -> str:
+        """The plan for a terminal."""
+        degrees = f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}"
+        held = self.param_bytes + self.grad_bytes + self.optimizer_bytes
+        lines = [
+            f"{self.kind} on {self.world_size} rank(s): {degrees}",
+            f"parameters      {self.num_params:,} ({self.num_trainable:,} trainable)",
+            f"global batch    {self.global_batch:,} = batch_size {self.batch_size} x "
+            f"{self.world_size} ranks x accumulation {self.accumulation}",
+            f"per rank        {_size(held)} = parameters {_size(self.param_bytes)} + gradients "
+            f"{_size(self.grad_bytes)} + optimizer {_size(self.optimizer_bytes)}",
+            f"gathered peak   {_size(self.gather_peak_bytes)} (activations come on top)",
+            f"communication   {_size(self.comm_bytes_per_step)} received per rank and step",
+        ]
+        lines += [f"{len(self.units)} wrap units:"] if self.units else []
+        lines += [
+            f"  {unit.name:<40} {unit.num_params:>15,}  shard {_size(unit.shard_bytes):>10}  "
+            f"gathered {_size(unit.gather_bytes):>10}"
+            for unit in self.units
+        ]
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+def plan(
+    model_factory: Callable[[], nn.Module],
+    parallelism: ParallelismConfig,
+    accelerator: AcceleratorConfig,
+    world_size: int,
+    *,
+    batch_size: int = 1,
+) -> ShardPlan:
+    """What a run on `world_size` ranks would be; call it where no process group runs.
+
+    `model_factory` is called once, under the meta device.
+
+    Raises:
+        ConfigError: the degrees do not fit, or nobody names wrap units.
+        RuntimeError: this process belongs to a process group.
+    """
+    topology = parallelism.resolve(world_size)
+    with torch.device("meta"):
+        model = model_factory()
+    numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    units: tuple[UnitPlan, ...] = ()
+    if topology.is_sharded:
+        with _fake_mesh(topology) as mesh:
+            _shard(model, accelerator, mesh)
+            units = _units(model, accelerator)
+    param_bytes = sum(_local_bytes(p) for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grad_bytes = sum(_local_bytes(p) for p in trained)
+    steps = accelerator.gradient_accumulation.steps
+    return ShardPlan(
+        kind=topology.kind.value,
+        world_size=world_size,
+        dp_replicate=topology.dp_replicate,
+        dp_shard=topology.dp_shard,
+        num_params=sum(count for count, _ in numbers),
+        num_trainable=sum(count for count, trainable in numbers if trainable),
+        batch_size=batch_size,
+        accumulation=steps,
+        global_batch=batch_size * topology.dp_world_size * steps,
+        param_bytes=param_bytes,
+        grad_bytes=grad_bytes,
+        optimizer_bytes=_ADAM_STATES * grad_bytes,
+        gather_peak_bytes=_gather_peak(units, accelerator),
+        comm_bytes_per_step=_communication(model, units, topology, accelerator),
+        units=units,
+        warnings=tuple(_warnings(units)),
+    )
+
+
+@contextlib.contextmanager
+def _fake_mesh(topology: Topology) -> Iterator[DeviceMesh]:
+    """A mesh of ranks that do not exist, with this process posing as rank 0."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("plan() needs a process without a process group: call it before Engine")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=topology.world_size)
+    try:
+        axes = {"replicate": topology.dp_replicate, "shard": topology.dp_shard}
+        axes = {name: size for name, size in axes.items() if size > 1}
+        yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
+
+
+def _shard(model: nn.Module, config: AcceleratorConfig, mesh: DeviceMesh) -> None:
+    """Accelerate's sharding with as much of an Accelerator as it looks at."""
+    policy = resolve_wrap_policy(model, config.fsdp)
+    plugin = fsdp_plugin(config, policy, preflight.ignored_modules(model, config))
+    stand_in = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        torch_device_mesh=mesh,
+        parallelism_config=SimpleNamespace(fsdp_dim_names=mesh.mesh_dim_names),
+        device=torch.device("meta"),
+        mixed_precision=config.mixed_precision,
+        is_main_process=False,
+    )
+    with containers_out_of_size(model, policy):
+        fsdp2_prepare_model(stand_in, model)
+
+
+def _units(model: nn.Module, config: AcceleratorConfig) -> tuple[UnitPlan, ...]:
+    compute = DTYPES[config.mixed_precision]
+    names = {id(module): clean_fqn(name) or "(root)" for name, module in model.named_modules()}
+    seen: set[int] = set()
+    units = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if id(group) in seen:
+                continue
+            seen.add(id(group))
+            shards = [param.sharded_param for param in group.fsdp_params]
+            units.append(
+                UnitPlan(
+                    name="+".join(names[id(m)] for m in group.modules),
+                    num_params=sum(p.numel() for p in shards),
+                    shard_bytes=sum(_local_bytes(p) for p in shards),
+                    gather_bytes=sum(p.numel() * (compute or p.dtype).itemsize for p in shards),
+                )
+            )
+    return tuple(units)
+
+
+def _gather_peak(units: tuple[UnitPlan, ...], config: AcceleratorConfig) -> int:
+    sizes = [unit.gather_bytes for unit in units]
+    if not config.fsdp.reshard_after_forward:
+        return sum(sizes)
+    if len(sizes) < 2:
+        return sum(sizes)
+    return max(a + b for a, b in itertools.pairwise(sizes))
+
+
+def _communication(
+    model: nn.Module, units: tuple[UnitPlan, ...], topology: Topology, config: AcceleratorConfig
+) -> int:
+    """Ring figures: a gather of S bytes over n ranks receives S(n-1)/n, an all-reduce twice it."""
+    steps = config.gradient_accumulation.steps
+    whole = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
+    if not topology.is_sharded:
+        return 2 * whole * (topology.world_size - 1) // topology.world_size
+    gathers = 2 if config.fsdp.reshard_after_forward else 1
+    part = (topology.dp_shard - 1) / topology.dp_shard
+    gathered = steps * gathers * part * sum(unit.gather_bytes for unit in units)
+    trained = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
+    width = (DTYPES[config.fsdp.reduce_dtype] or torch.float32).itemsize
+    gradients = width * sum(p.numel() for p in trained)
+    replicas = 2 * (topology.dp_replicate - 1) / topology.dp_replicate / topology.dp_shard
+    return int(gathered + gradients * (part + replicas))
+
+
+def _warnings(units: tuple[UnitPlan, ...]) -> Iterator[str]:
+    if not units:
+        return
+    below = [unit for unit in units if unit.num_params]
+    total = sum(unit.num_params for unit in below)
+    largest = max(below, key=lambda unit: unit.num_params)
+    if len(below) > 1 and largest.num_params > total / 2:
+        share = round(100 * largest.num_params / total)
+        yield (
+            f"unit {largest.name} holds {share}% of the parameters, so the gathered peak stays "
+            "near the whole model: name smaller modules (--accelerator.fsdp.wrap_modules)"
+        )
+    tiny = [unit for unit in below if unit.num_params < _TINY]
+    if len(tiny) > 16:
+        yield (
+            f"{len(tiny)} units have fewer than {_TINY:,} parameters: their all-gathers are bound "
+            "by latency, larger units are faster (--accelerator.fsdp.min_num_params)"
+        )
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
+
+
+def _size(count: int) -> str:
+    amount = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} GiB"

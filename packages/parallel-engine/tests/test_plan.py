@@ -1,0 +1,157 @@
+"""The plan says without ranks what a run with ranks finds."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from parallel_config import (
+    AcceleratorConfig,
+    ConfigError,
+    FSDPConfig,
+    GradientAccumulationConfig,
+    ParallelismConfig,
+)
+from parallel_engine import Engine, plan
+from parallel_testing.ranks import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """With an embedding that accelerate makes a unit of its own, and a 0-dim parameter."""
+
+    _fsdp_wrap_modules = ("Block",)
+
+    def __init__(self, width=10, depth=3):
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
+        self.head = nn.Linear(width, 7)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def real_run(degrees, config=None):
+    """(units, bytes of parameters, bytes of optimizer state) of this rank in a run that happens."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = Engine(parallelism=ParallelismConfig(**degrees), accelerator=config, device="cpu")
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    names = [n or "(root)" for n, m in model.named_modules() if isinstance(m, FSDPModule)]
+    ids = torch.arange(4).reshape(2, 2)
+    engine.step(model, optimizer, None, [ids], lambda m, b: m(b).mean())
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    state = [
+        (t.to_local() if isinstance(t, DTensor) else t)
+        for s in optimizer.state.values()
+        for t in s.values()
+        if torch.is_tensor(t) and t.ndim
+    ]
+    return names, sum(t.numel() * 4 for t in held), sum(t.numel() * 4 for t in state)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees"),
+    [(2, {"dp_shard": -1}), (4, {"dp_replicate": 2, "dp_shard": 2})],
+)
+def test_units_and_bytes_are_those_of_a_real_run(world_size, degrees):
+    planned = plan(Model, ParallelismConfig(**degrees), AcceleratorConfig(), world_size)
+    results = run_ranks(real_run, world_size, degrees, init=False)
+    names, param_bytes, state_bytes = results[0]
+    assert {name for unit in planned.units for name in unit.name.split("+")} == set(names)
+    assert "embed" in names
+    assert planned.param_bytes == param_bytes == max(r[1] for r in results)
+    # The 0-dim scale's two moments are 0-dim as well.
+    assert planned.optimizer_bytes == state_bytes + 8
+    whole = sum(p.numel() for p in Model().parameters())
+    assert planned.num_params == whole
+    assert sum(unit.num_params for unit in planned.units) == whole - 1
+
+
+def test_figures_by_hand():
+    config = AcceleratorConfig(
+        mixed_precision="bf16", gradient_accumulation=GradientAccumulationConfig(steps=3)
+    )
+    planned = plan(Model, ParallelismConfig(dp_shard=2), config, 2, batch_size=5)
+    block = 10 * 40 + 40 + 40 * 10 + 10
+    by_name = {unit.name: unit for unit in planned.units}
+    assert by_name["blocks.1"].num_params == block
+    assert by_name["blocks.1"].gather_bytes == 2 * block
+    assert by_name["blocks.1"].shard_bytes == 2 * block
+    assert planned.global_batch == 5 * 2 * 3
+    total = planned.num_params - 1
+    assert planned.comm_bytes_per_step == 3 * 2 * total * 2 // 2 + 4 * total // 2
+
+
+def test_single_and_ddp_hold_everything():
+    alone = plan(Model, ParallelismConfig(), AcceleratorConfig(), 1)
+    ddp = plan(Model, ParallelismConfig(), AcceleratorConfig(), 4)
+    assert (alone.kind, ddp.kind) == ("single", "ddp")
+    assert alone.param_bytes == ddp.param_bytes == 4 * alone.num_params
+    assert alone.comm_bytes_per_step == 0
+    assert ddp.comm_bytes_per_step == 2 * ddp.grad_bytes * 3 // 4
+
+
+def test_64_ranks_of_a_6b_model_take_seconds():
+    started = time.monotonic()
+    planned = plan(
+        lambda: Model(4096, 45),
+        ParallelismConfig(dp_replicate=8, dp_shard=8),
+        AcceleratorConfig(mixed_precision="bf16"),
+        64,
+    )
+    assert time.monotonic() - started < 10
+    assert planned.kind == "hsdp"
+    assert planned.num_params > 6e9
+    assert planned.param_bytes == pytest.approx(4 * planned.num_params / 8, rel=0.01)
+    assert "hsdp on 64 rank(s): dp_replicate 8 x dp_shard 8" in planned.render()
+    assert json.loads(planned.to_json())["units"][1]["name"] == planned.units[1].name
+    assert not dist.is_initialized()
+
+
+def test_a_plan_is_refused_like_the_run():
+    with pytest.raises(ConfigError, match="has 3 ranks"):
+        plan(Model, ParallelismConfig(dp_shard=2), AcceleratorConfig(), 3)
+    config = AcceleratorConfig(fsdp=FSDPConfig(wrap_modules=("Blok",)))
+    with pytest.raises(ConfigError, match="Did you mean 'Block'"):
+        plan(Model, ParallelismConfig(dp_shard=2), config, 2)
+
+
+def test_one_huge_unit_is_warned_of():
+    config = AcceleratorConfig(fsdp=FSDPConfig(wrap_modules=("Embedding",)))
+    warned = plan(lambda: Model(1, 1), ParallelismConfig(dp_shard=2), config, 2)
+    assert any(" holds " in text for text in warned.warnings)
+    config = AcceleratorConfig(fsdp=FSDPConfig(wrap_modules=("ModuleList",)))
+    with pytest.raises(ConfigError, match="ModuleList, a container"):
+        plan(Model, ParallelismConfig(dp_shard=2), config, 2)
+
+
+def test_units_by_size_are_those_of_a_real_run_and_no_container():
+    config = AcceleratorConfig(fsdp=FSDPConfig(min_num_params=600))
+    planned = plan(Model, ParallelismConfig(dp_shard=2), config, 2)
+    names, param_bytes, _ = run_ranks(real_run, 2, {"dp_shard": 2}, config, init=False)[0]
+    assert {"blocks.0", "blocks.1", "blocks.2", "(root)"} <= set(names)
+    assert "blocks" not in names
+    assert {name for unit in planned.units for name in unit.name.split("+")} == set(names)
+    assert planned.param_bytes == param_bytes
