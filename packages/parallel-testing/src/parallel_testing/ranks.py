@@ -66,15 +66,19 @@ def run_ranks(
     timeout_s: float = 90.0,
     env: Mapping[str, str] | None = None,
     init: bool = True,
+    device: str = "cpu",
 ) -> list[Any]:
     """Run `fn(*args)` on `world_size` gloo ranks; returns the results by rank.
 
     `fn` is a function at the top of a module. With `init` the process group is there already.
+    Devices are hidden from the ranks unless `device` names another kind than "cpu".
 
     Raises:
         RanksFailed: a rank raised, died, or was still busy after `timeout_s` seconds.
     """
-    outcomes = rank_outcomes(fn, world_size, *args, timeout_s=timeout_s, env=env, init=init)
+    outcomes = rank_outcomes(
+        fn, world_size, *args, timeout_s=timeout_s, env=env, init=init, device=device
+    )
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         raise RanksFailed("\n".join(_describe(outcome) for outcome in failed))
@@ -88,6 +92,7 @@ def rank_outcomes(
     timeout_s: float = 90.0,
     env: Mapping[str, str] | None = None,
     init: bool = True,
+    device: str = "cpu",
 ) -> list[Outcome]:
     """Like `run_ranks`, for tests in which ranks are meant to fail: returns how each ended."""
     context = multiprocessing.get_context("forkserver")
@@ -96,7 +101,7 @@ def rank_outcomes(
         folder, port = Path(name), free_port()
         processes = []
         for rank in range(world_size):
-            variables = {**_environment(rank, world_size, port), **(env or {})}
+            variables = {**_environment(rank, world_size, port, device), **(env or {})}
             spec = (_source(fn), fn.__qualname__, args, variables, init, str(folder))
             process = context.Process(target=_child, args=(rank, pickle.dumps(spec)), daemon=False)
             process.start()
@@ -112,8 +117,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
+def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str, str]:
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PARALLEL_DEVICE": "cpu"} if device == "cpu" else {}
+    return hidden | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -121,8 +127,6 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PARALLEL_DEVICE": "cpu",
     }
 
 
@@ -206,7 +210,8 @@ def _function(source: tuple[str, str], qualname: str) -> Callable[..., Any]:
     module = sys.modules.get(name)
     if module is None:
         spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, f"no module at {path}"
+        assert spec is not None, f"no module at {path}"
+        assert spec.loader is not None, f"no module at {path}"
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
