@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -204,3 +206,23 @@ def test_a_step_that_was_being_replaced_is_put_back(ptrain, small):
     (folder / "000004").rename(folder / ".000004.old-abc123")
     assert "(step 4)" in ptrain("resume", "run", "--steps", 5)
     assert (folder / "000004/manifest.json").is_file()
+
+
+def test_a_full_disk_is_told_in_one_line_and_costs_no_checkpoint(ptrain, small):
+    """A file size limit stands in for the full disk: the same error path, without a mount."""
+    ptrain("train", *small, "--steps", 2, "--output_dir", "run")
+    script = (
+        "import resource, signal, sys; from parallel_train.cli.app import run; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+        "sys.exit(run(['resume', 'run', '--steps', '4']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ptrain.folder, env=ptrain.environ, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "intact" in ptrain("verify", "run")
+    assert "(step 2)" in ptrain("resume", "run", "--steps", 4)

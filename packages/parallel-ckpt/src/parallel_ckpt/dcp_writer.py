@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,7 +70,12 @@ def write_part(folder: Path, shards: Mapping[str, Shard], rank: int) -> Part:
     writer, files = _writer(folder, min(THREADS, len(plan.items)))
     writer.set_up_storage_writer(is_coordinator=False)
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    results = writer.write_data(plan, _Planner(shards)).wait()
+    try:
+        with _quiet_writing_threads():
+            results = writer.write_data(plan, _Planner(shards)).wait()
+    except Exception as error:
+        # A full disk surfaces from torch's zip writer as an assertion of its own.
+        raise files.error or error from error
     if len(results) != len(plan.items):
         # torch drops exceptions of its writing threads; only the count tells.
         raise files.error or CheckpointError.of(
@@ -113,7 +119,10 @@ class _HashingFiles(FileSystem):
                 yield stream
             return
         with self._noting_errors(), HashingWriter(path) as file:
-            yield file
+            try:
+                yield file
+            finally:
+                self.error = self.error or file.error
             self.records[Path(path).name] = (file.size_bytes, file.checksum)
 
     @contextmanager
@@ -127,6 +136,22 @@ class _HashingFiles(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+@contextmanager
+def _quiet_writing_threads() -> Iterator[None]:
+    """Keep the traceback of torch's writing threads from the console: we raise their error."""
+    former = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.thread is None or "_write_files_from_queue" not in args.thread.name:
+            former(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = former
 
 
 class _Planner(DefaultSavePlanner):

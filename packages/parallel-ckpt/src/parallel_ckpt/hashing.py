@@ -46,6 +46,8 @@ class HashingWriter(io.RawIOBase):
         super().__init__()
         self.path = Path(path)
         self.size_bytes = 0
+        self.error: OSError | None = None
+        """Why a write failed: callers written in C++ raise something else in its place."""
         self._hasher = new_hasher()
         self._file: IO[bytes] = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
 
@@ -58,8 +60,12 @@ class HashingWriter(io.RawIOBase):
         """Write all of `data` (any contiguous buffer) and return its length in bytes."""
         view = memoryview(data).cast("B")
         written = 0
-        while written < len(view):
-            written += self._file.write(view[written:])
+        try:
+            while written < len(view):
+                written += self._file.write(view[written:])
+        except OSError as error:
+            self.error = OSError(error.errno, error.strerror, str(self.path))
+            raise self.error from error
         self._hasher.update(view)
         self.size_bytes += len(view)
         return len(view)

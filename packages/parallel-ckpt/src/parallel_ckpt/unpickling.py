@@ -1,0 +1,320 @@
+"""A reader of pickles that makes nothing but plain values; it calls and imports nothing.
+
+DCP keeps its `.metadata`, and the description of each stored tensor, as pickles. Python's own
+unpickler can be told which classes to make, but not how much memory to take (four bytes make it
+reserve 32 GB) nor how long to hash a crafted key. So the few opcodes that these documents use are
+read here: classes stay names, objects stay records of how they would be made, and time and memory
+grow with the document's length alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_OPCODES = 60_000_000
+"""About a million shards; more is no checkpoint of ours or anyone's."""
+MAX_STACK = 1_000_000
+
+
+class MalformedPickle(ValueError):
+    """The document uses an opcode or a global that these documents never need, or ends early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that the document names; nothing is imported for it."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True)
+class Made:
+    """An object as the document describes it: what would be called, and the state given to it."""
+
+    kind: Global
+    args: tuple[Any, ...]
+    state: Any = None
+    items: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """A reference to something kept outside the document."""
+
+    id: Any
+
+
+class Pairs(list[tuple[Any, Any]]):
+    """A dict, as its pairs in order: keys are hashed only once they are known to be strings."""
+
+
+def read_pickle(data: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
+    """The value in a pickle: None, bool, int, float, str, list, tuple and the classes here.
+
+    `is_allowed(module, name)` says which globals may be named.
+
+    Raises:
+        MalformedPickle: names what was found.
+    """
+    machine = _Machine(data, is_allowed)
+    try:
+        return machine.run()
+    except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
+        raise MalformedPickle(f"breaks off or is garbled near byte {machine.at}") from error
+
+
+class _Mark:
+    pass
+
+
+_MARK = _Mark()
+
+
+class _Machine:
+    """The stack machine of the pickle format, cut down to data."""
+
+    def __init__(self, data: bytes, is_allowed: Callable[[str, str], bool]) -> None:
+        self.data = data
+        self.at = 0
+        self._is_allowed = is_allowed
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        steps = {code: getattr(self, name) for code, name in _STEPS.items()}
+        data, stack = self.data, self._stack
+        for _ in range(MAX_OPCODES):
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                return self._pop()
+            step = steps.get(code)
+            if step is None:
+                raise MalformedPickle(f"uses opcode {bytes([code])!r} at byte {self.at - 1}")
+            step()
+            if len(stack) > MAX_STACK:
+                break
+        raise MalformedPickle(f"has more than {MAX_OPCODES} opcodes or {MAX_STACK} open values")
+
+    def _take(self, count: int) -> bytes:
+        begin, end = self.at, self.at + count
+        if end > len(self.data):
+            raise IndexError
+        self.at = end
+        return self.data[begin:end]
+
+    def _number(self, layout: str) -> Any:
+        return struct.unpack(layout, self._take(struct.calcsize(layout)))[0]
+
+    def _line(self) -> str:
+        end = self.data.find(b"\n", self.at, self.at + 256)
+        if end < 0:
+            raise IndexError
+        return (self._take(end - self.at), self._take(1))[0].decode()
+
+    def _pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise IndexError
+        return value
+
+    def _pop_to_mark(self) -> list[Any]:
+        stack = self._stack
+        for index in range(len(stack) - 1, -1, -1):
+            if stack[index] is _MARK:
+                values = stack[index + 1 :]
+                del stack[index:]
+                return values
+        raise IndexError
+
+    def _top(self, kind: type[Any]) -> Any:
+        value = self._stack[-1]
+        if not isinstance(value, kind):
+            raise MalformedPickle(f"changes a {type(value).__name__} at byte {self.at - 1}")
+        return value
+
+    def _push_global(self, module: Any, name: Any) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise MalformedPickle(f"names a global by no text at byte {self.at - 1}")
+        if not self._is_allowed(module, name):
+            raise MalformedPickle(f"names {module[:80]}.{name[:80]}, which no checkpoint needs")
+        self._stack.append(Global(module, name))
+
+    # One method per opcode, named as in `pickletools`.
+    def proto(self) -> None:
+        self._take(1)
+
+    def frame(self) -> None:
+        self._take(8)
+
+    def none(self) -> None:
+        self._stack.append(None)
+
+    def newtrue(self) -> None:
+        self._stack.append(True)
+
+    def newfalse(self) -> None:
+        self._stack.append(False)
+
+    def binint(self) -> None:
+        self._stack.append(self._number("<i"))
+
+    def binint1(self) -> None:
+        self._stack.append(self._take(1)[0])
+
+    def binint2(self) -> None:
+        self._stack.append(self._number("<H"))
+
+    def long1(self) -> None:
+        size = self._take(1)[0]
+        if size > 9:
+            raise MalformedPickle(f"has an integer of {size} bytes")
+        self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
+
+    def binfloat(self) -> None:
+        self._stack.append(self._number(">d"))
+
+    def short_binunicode(self) -> None:
+        self._stack.append(self._take(self._take(1)[0]).decode())
+
+    def binunicode(self) -> None:
+        self._stack.append(self._take(self._number("<I")).decode())
+
+    def empty_list(self) -> None:
+        self._stack.append([])
+
+    def empty_dict(self) -> None:
+        self._stack.append(Pairs())
+
+    def empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def mark(self) -> None:
+        self._stack.append(_MARK)
+
+    def tuple(self) -> None:
+        self._stack.append(tuple(self._pop_to_mark()))
+
+    def tuple1(self) -> None:
+        self._stack.append((self._pop(),))
+
+    def tuple2(self) -> None:
+        second, first = self._pop(), self._pop()
+        self._stack.append((first, second))
+
+    def tuple3(self) -> None:
+        third, second, first = self._pop(), self._pop(), self._pop()
+        self._stack.append((first, second, third))
+
+    def append(self) -> None:
+        value = self._pop()
+        self._plain_list().append(value)
+
+    def appends(self) -> None:
+        values = self._pop_to_mark()
+        self._plain_list().extend(values)
+
+    def setitem(self) -> None:
+        value, key = self._pop(), self._pop()
+        self._pairs().append((key, value))
+
+    def setitems(self) -> None:
+        values = self._pop_to_mark()
+        self._pairs().extend(zip(values[::2], values[1::2], strict=False))
+
+    def memoize(self) -> None:
+        self._memo[len(self._memo)] = self._stack[-1]
+
+    def binput(self) -> None:
+        self._memo[self._take(1)[0]] = self._stack[-1]
+
+    def long_binput(self) -> None:
+        self._memo[self._number("<I")] = self._stack[-1]
+
+    def binget(self) -> None:
+        self._stack.append(self._memo[self._take(1)[0]])
+
+    def long_binget(self) -> None:
+        self._stack.append(self._memo[self._number("<I")])
+
+    def named_global(self) -> None:
+        self._push_global(self._line(), self._line())
+
+    def stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        self._push_global(module, name)
+
+    def make(self) -> None:
+        args, kind = self._pop(), self._pop()
+        if not (isinstance(kind, Global) and isinstance(args, tuple)):
+            raise MalformedPickle(f"calls what is no class at byte {self.at - 1}")
+        self._stack.append(Made(kind, args))
+
+    def build(self) -> None:
+        state = self._pop()
+        self._top(Made).state = state
+
+    def binpersid(self) -> None:
+        self._stack.append(Persistent(self._pop()))
+
+    def _plain_list(self) -> list[Any]:
+        target = self._top(list)
+        if isinstance(target, Pairs):
+            raise MalformedPickle(f"appends to a dict at byte {self.at - 1}")
+        return target  # type: ignore[no-any-return]
+
+    def _pairs(self) -> Pairs:
+        target = self._stack[-1]
+        if isinstance(target, Made):
+            target.items = target.items if target.items is not None else Pairs()
+            target = target.items
+        if not isinstance(target, Pairs):
+            raise MalformedPickle(f"sets items of no dict at byte {self.at - 1}")
+        return target
+
+
+_STOP = ord(".")
+_STEPS: Mapping[int, str] = {
+    0x80: "proto",
+    0x95: "frame",
+    ord("N"): "none",
+    0x88: "newtrue",
+    0x89: "newfalse",
+    ord("J"): "binint",
+    ord("K"): "binint1",
+    ord("M"): "binint2",
+    0x8A: "long1",
+    ord("G"): "binfloat",
+    0x8C: "short_binunicode",
+    ord("X"): "binunicode",
+    ord("]"): "empty_list",
+    ord("}"): "empty_dict",
+    ord(")"): "empty_tuple",
+    ord("("): "mark",
+    ord("t"): "tuple",
+    0x85: "tuple1",
+    0x86: "tuple2",
+    0x87: "tuple3",
+    ord("a"): "append",
+    ord("e"): "appends",
+    ord("s"): "setitem",
+    ord("u"): "setitems",
+    0x94: "memoize",
+    ord("q"): "binput",
+    ord("r"): "long_binput",
+    ord("h"): "binget",
+    ord("j"): "long_binget",
+    ord("c"): "named_global",
+    0x93: "stack_global",
+    0x81: "make",
+    ord("R"): "make",
+    ord("b"): "build",
+    ord("Q"): "binpersid",
+}
