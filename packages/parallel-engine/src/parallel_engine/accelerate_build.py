@@ -27,7 +27,7 @@ from accelerate.utils import (
     TorchDynamoPlugin,
 )
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from parallel_config import AcceleratorConfig, ConfigError, Kind, Problem, Topology
 from parallel_config.environment import ALLOW_VARIABLE, environment_wins
@@ -112,7 +112,7 @@ def fsdp_plugin(
         transformer_cls_names_to_wrap=None if by_size else list(policy.class_names),
         # accelerate compares with ">", ours is "at least".
         min_num_params=(policy.min_num_params or 1) - 1,
-        cpu_offload=config.fsdp.cpu_offload,
+        cpu_offload=_offload_policy() if config.fsdp.cpu_offload else False,
         ignored_modules=list(ignored) or None,
         state_dict_type="SHARDED_STATE_DICT",
         limit_all_gathers=True,
@@ -120,6 +120,11 @@ def fsdp_plugin(
         activation_checkpointing_offload=False,
         cpu_ram_efficient_loading=False,
     )
+
+
+def _offload_policy() -> CPUOffloadPolicy:
+    """Pinned memory speeds copies to a GPU and cannot be had without one."""
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
 
 def _parallelism(topology: Topology) -> AccelerateParallelism:

@@ -27,7 +27,7 @@ from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator
 from parallel_engine.determinism import apply_determinism
-from parallel_engine.entry_points import prepare_entry_points
+from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
 from parallel_engine.loading import prepare_loader
 from parallel_engine.order import UnitOrder, moments, require_same
@@ -213,7 +213,7 @@ class Engine:
         """
         last = index == count - 1
         syncs = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
-        with self._failures.told(), syncs:
+        with self._failures.told(), undeclared_calls_explained(model), syncs:
             yield
 
     def backward(self, loss: Tensor) -> None:

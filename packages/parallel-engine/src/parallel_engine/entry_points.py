@@ -7,8 +7,9 @@ its own forward runs, so a declared method is routed through it. accelerate's au
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ def prepare_entry_points(
     if isinstance(wrapped, FSDPModule):
         for name in names:
             register_fsdp_forward_method(wrapped, name)
+        # Or a unit that runs before the root's first forward takes itself for the root, for good.
+        wrapped._get_fsdp_state()._lazy_init()
         return
     for name in names:
         method = getattr(model, name)
@@ -40,6 +43,25 @@ def prepare_entry_points(
             setattr(model, name, method)
         if isinstance(wrapped, DistributedDataParallel):
             setattr(wrapped, name, _through_forward(wrapped, model, method))
+
+
+@contextlib.contextmanager
+def undeclared_calls_explained(model: nn.Module) -> Iterator[None]:
+    """Around code that calls the model.
+
+    Raises:
+        RuntimeError: a method that was not declared met shards; says how to declare it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(model, FSDPModule) or "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        owner = type(model).__name__.removeprefix("FSDP")  # fully_shard renames the class
+        raise RuntimeError(
+            f"a method of {owner} other than forward met sharded parameters. Name it in "
+            f'{owner}._fsdp_forward_methods = ("<method>",), so that they are gathered around it.'
+        ) from error
 
 
 def _under_autocast(

@@ -1,0 +1,168 @@
+"""Models and environments that are less tidy than the examples."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_config import (
+    AcceleratorConfig,
+    ActivationCheckpointingConfig,
+    CompileConfig,
+    ConfigError,
+    FSDPConfig,
+    ParallelismConfig,
+)
+from parallel_engine import Engine, NonFiniteError
+from parallel_testing.ranks import run_ranks
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Model(nn.Module):
+    """Two blocks, a head in the root unit, and a method that nobody declared."""
+
+    _fsdp_wrap_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(4, 4), Block(4, 4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+    def undeclared(self, x):
+        return Model.forward(self, x)
+
+
+def prepared(degrees, config=None, **options):
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(
+        parallelism=ParallelismConfig(**degrees), accelerator=config, device="cpu", **options
+    )
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    return engine, model, optimizer
+
+
+def batch_of(engine):
+    return torch.arange(8.0).reshape(2, 4) / 8 + engine.rank
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def losses(degrees, config=None):
+    engine, model, optimizer = prepared(degrees, config)
+    x = batch_of(engine)
+    return [engine.step(model, optimizer, None, [x], mean_square).loss for _ in range(3)]
+
+
+def calls_an_undeclared_method():
+    engine, model, optimizer = prepared({"dp_shard": -1})
+    x = batch_of(engine)
+    wanted = pytest.raises(RuntimeError, match=r"Model\._fsdp_forward_methods")
+    with wanted, engine.micro_batch(model, 0, 1):
+        model.undeclared(x)
+    return [engine.step(model, optimizer, None, [x], mean_square).loss for _ in range(3)]
+
+
+def test_an_undeclared_method_names_the_remedy_and_leaves_the_model_usable():
+    wanted = run_ranks(losses, 2, {"dp_shard": -1}, init=False)
+    assert run_ranks(calls_an_undeclared_method, 2, init=False) == wanted
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AcceleratorConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="full")),
+        AcceleratorConfig(activation_checkpointing=ActivationCheckpointingConfig(mode="selective")),
+        AcceleratorConfig(compile=CompileConfig(enable=True, backend="eager")),
+        AcceleratorConfig(compile=CompileConfig(enable=True, backend="aot_eager")),
+        AcceleratorConfig(fsdp=FSDPConfig(cpu_offload=True)),
+        AcceleratorConfig(fsdp=FSDPConfig(ignored_modules=("head",))),
+        AcceleratorConfig(fsdp=FSDPConfig(reshard_after_forward=False)),
+    ],
+    ids=["full", "selective", "eager", "aot_eager", "cpu_offload", "ignored", "no_reshard"],
+)
+def test_a_knob_does_not_change_the_numbers(config):
+    plain = run_ranks(losses, 2, {}, init=False)[0]
+    for found in run_ranks(losses, 2, {"dp_shard": -1}, config, init=False):
+        assert found == pytest.approx(plain, rel=1e-5)
+
+
+def nan_on_rank_1(policy):
+    engine, model, optimizer = prepared({"dp_shard": -1}, on_nonfinite=policy)
+    before = [p.to_local().clone() for p in model.parameters()]
+    x = batch_of(engine) * (float("nan") if engine.rank else 1.0)
+    if policy == "error":
+        with pytest.raises(NonFiniteError):
+            engine.step(model, optimizer, None, [x], mean_square)
+    else:
+        assert engine.step(model, optimizer, None, [x], mean_square).skipped
+        assert engine.num_skipped == 1
+    after = [p.to_local() for p in model.parameters()]
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+def test_a_nan_on_one_rank_stops_the_update_on_all(policy):
+    assert run_ranks(nan_on_rank_1, 2, policy, init=False) == [True, True]
+
+
+VARIABLES = {
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_TORCH_DEVICE": "cpu",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_MIXED_PRECISION": "bf16",
+    "ACCELERATE_DYNAMO_BACKEND": "EAGER",
+    "FSDP_VERSION": "1",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_ACTIVATION_CHECKPOINTING": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_RESHARD_AFTER_FORWARD": "false",
+    "FSDP_OFFLOAD_PARAMS": "true",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
+}
+PLAIN_LAUNCH = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "no",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+    "ACCELERATE_USE_CPU": "True",
+}
+
+
+def losses_under_each_variable():
+    """By variable: the refusal's text, or the losses; and whether the environment changed."""
+    found, changed = {}, []
+    for name, value in VARIABLES.items():
+        os.environ[name] = value
+        before = dict(os.environ)
+        try:
+            found[name] = losses({"dp_shard": -1})
+        except ConfigError as error:
+            found[name] = str(error)
+        if dict(os.environ) != before:
+            changed.append(name)
+        del os.environ[name]
+    return found, changed
+
+
+def test_a_variable_is_refused_by_name_or_without_effect():
+    plain = run_ranks(losses, 2, {"dp_shard": -1}, env=PLAIN_LAUNCH, init=False)[0]
+    for found, changed in run_ranks(losses_under_each_variable, 2, init=False):
+        assert changed == []
+        for name, outcome in found.items():
+            assert outcome == plain or name in outcome, (name, outcome)
