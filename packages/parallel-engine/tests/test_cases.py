@@ -11,6 +11,7 @@ from parallel_config import (
     ActivationCheckpointingConfig,
     CompileConfig,
     ConfigError,
+    DDPConfig,
     FSDPConfig,
     ParallelismConfig,
 )
@@ -166,3 +167,32 @@ def test_a_variable_is_refused_by_name_or_without_effect():
         assert changed == []
         for name, outcome in found.items():
             assert outcome == plain or name in outcome, (name, outcome)
+
+
+class Unused(Model):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(4, 2)
+
+
+def ddp_with_unused(allowed):
+    torch.manual_seed(0)
+    model = Unused()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = AcceleratorConfig(ddp=DDPConfig(find_unused_parameters=allowed))
+    engine = Engine(accelerator=config, device="cpu")
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    x = batch_of(engine)
+    if allowed:
+        return [engine.step(model, optimizer, None, [x], mean_square).loss for _ in range(3)]
+    with pytest.raises(RuntimeError) as caught:
+        engine.step(model, optimizer, None, [x], mean_square)
+    return str(caught.value)
+
+
+def test_ddp_names_unused_parameters_and_the_flag_that_allows_them():
+    for message in run_ranks(ddp_with_unused, 2, False, init=False):
+        assert "extra.weight" in message
+        assert "--accelerator.ddp.find_unused_parameters" in message
+    wanted = run_ranks(losses, 2, {}, init=False)
+    assert run_ranks(ddp_with_unused, 2, True, init=False) == wanted

@@ -187,6 +187,8 @@ class Engine:
         window = _step.run_window(self, model, micro_batches, loss_fn)
         ran = self._order.take() if self._order else []
         with self._failures.told():
+            ddp = self.config.ddp
+            _step.require_all_used(model, allowed=ddp.find_unused_parameters or ddp.static_graph)
             sums = _step.reduce_window(window, moments(ran))
             weight = sums.weight if sums.weight > 0 else 1.0
             norm = self.clip(model, scale=self.topology.dp_world_size / weight, clip_norm=clip_norm)

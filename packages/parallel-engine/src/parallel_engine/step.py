@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from parallel_config import clean_fqn
 
 Metrics = Mapping[str, Tensor]
 
@@ -139,6 +142,24 @@ def reduce_window(window: Window, riders: Sequence[float] = ()) -> Sums:
     means = rest[len(riders) :]
     metrics = {n: value / count for n, value in zip(names, means, strict=True)}
     return Sums(total, weight, metrics, rest[: len(riders)])
+
+
+def require_all_used(model: nn.Module, *, allowed: bool) -> None:
+    """Check that DDP reduced every gradient; one it waited for would fail the next forward.
+
+    Raises:
+        RuntimeError: parameters took no part in the loss, by name, with the flag that allows them.
+    """
+    if allowed or not isinstance(model, DistributedDataParallel):
+        return
+    named = model.module.named_parameters()
+    unused = [clean_fqn(name) for name, p in named if p.requires_grad and p.grad is None]
+    if unused:
+        shown = ", ".join(unused[:10]) + (" ..." if len(unused) > 10 else "")
+        raise RuntimeError(
+            f"{len(unused)} trainable parameters took no part in the loss: {shown}. Freeze them, "
+            "or allow it with --accelerator.ddp.find_unused_parameters."
+        )
 
 
 def average_replicated(model: nn.Module, world_size: int) -> None:
