@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.layout import DCP_METADATA
 from parallel_ckpt.safetensors_reader import is_file_name
-from parallel_ckpt.tensor_names import MAX_BYTES, is_shape
+from parallel_ckpt.tensor_names import MAX_BYTES, SAFETENSORS_BY_TORCH, is_shape
 from parallel_ckpt.unpickling import Global, Made, MalformedPickle, Pairs, read_pickle
 
 MAX_METADATA_BYTES = 1_000_000_000
-MAX_CHUNKS = 4_000_000
-MAX_LOOSE_CHUNKS = 2_000
+MAX_CHUNKS = 1_000_000
+MAX_LOOSE_CHUNKS = 64
 """Parts of one tensor that lie in no grid are compared two by two, up to this many."""
 MAX_NAME = 4_096
 
@@ -115,10 +116,12 @@ _ALLOWED = {
         for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     ),
 }
-_TORCH_DTYPES = frozenset(
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex32 complex64 complex128".split()
-)
+_TORCH_DTYPES = SAFETENSORS_BY_TORCH.keys() | {
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "complex32",
+    "complex128",
+}
 
 
 def _is_allowed(module: str, name: str) -> bool:
@@ -242,7 +245,7 @@ def _overlap(a: DcpChunk, b: DcpChunk) -> bool:
 def _check_disjoint(tensors: Mapping[str, DcpTensor]) -> None:
     """No byte is stored for two tensors: a small file cannot pose as a huge model."""
     spans = sorted((c.file, c.begin, c.length) for t in tensors.values() for c in t.chunks)
-    for (file, begin, length), (other, next_begin, _) in zip(spans, spans[1:], strict=False):
+    for (file, begin, length), (other, next_begin, _) in pairwise(spans):
         if file == other and begin + length > next_begin:
             raise MalformedPickle(f"has two tensors in the same bytes of {file!r}")
 

@@ -45,7 +45,7 @@ SAFETENSORS_BY_TORCH: Mapping[str, str] = {
 }
 """Names in safetensors files by names in torch."""
 
-MAX_DIMS = 64
+MAX_DIMS = 32
 MAX_BYTES = 2**62
 """More than any file system holds; products beyond it come from damaged or crafted numbers."""
 
@@ -61,4 +61,5 @@ def is_shape(value: object) -> bool:
         return False
     if not all(type(dim) is int and 0 <= dim < MAX_BYTES for dim in value):
         return False
-    return math.prod(dim for dim in value if dim) < MAX_BYTES
+    product: int = math.prod(dim for dim in value if dim)
+    return product < MAX_BYTES

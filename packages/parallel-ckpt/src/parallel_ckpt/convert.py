@@ -1,0 +1,385 @@
+"""`ptrain convert`: weights to safetensors files, offline, in one process, in a few megabytes.
+
+No torch, no process group, no launcher variable is looked at. Everything is written under a hidden
+name, re-opened and compared, and only then renamed; the source is whole at every moment and is
+removed only after that, when asked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from parallel_ckpt.casting import Dtype
+from parallel_ckpt.commit import flush_folder
+from parallel_ckpt.conversion_plan import OutputFile, parse_size, plan_files
+from parallel_ckpt.conversion_source import ConversionSource, find_source
+from parallel_ckpt.dcp_reader import read_dcp
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.hashing import hash_file, hashed_file
+from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
+from parallel_ckpt.manifest import FileRecord, read_manifest
+from parallel_ckpt.streaming import Tick, read_back, write_files
+from parallel_config import CheckpointFormat, ConfigError, Problem
+
+Progress = Callable[[int, int], None]
+"""Hears of the bytes done and of all there are to do."""
+_CONFIG = "config.json"
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MAX_LISTED = 5
+
+
+@dataclass(frozen=True)
+class ConvertResult:
+    """What was written."""
+
+    path: Path
+    """The folder that holds the weights now."""
+    files: Mapping[str, int]
+    """Bytes of each file of weights, by name."""
+    num_tensors: int
+    dtypes: Mapping[str, int]
+    """Number of tensors by dtype."""
+    left_out: tuple[str, ...]
+    """Keys of the source that are no weights."""
+    deleted: tuple[Path, ...]
+    """Files of the source that were removed, as asked."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files of weights together."""
+        return sum(self.files.values())
+
+    def render(self) -> str:
+        """Lines for people."""
+        dtypes = ", ".join(f"{count} x {dtype}" for dtype, count in sorted(self.dtypes.items()))
+        lines = [
+            f"{self.path}: {self.num_tensors} tensors ({dtypes}), {self.num_bytes:,} bytes "
+            f"in {len(self.files)} files, read back and compared"
+        ]
+        if self.left_out:
+            shown = ", ".join(key[:80] for key in self.left_out[:MAX_LISTED])
+            more = f" and {len(self.left_out) - MAX_LISTED} more" * (
+                len(self.left_out) > MAX_LISTED
+            )
+            lines.append(f"  no weights, left out: {shown}{more}")
+        if self.deleted:
+            lines.append(f"  removed {len(self.deleted)} files of {self.deleted[0].parent}")
+        return "\n".join(lines)
+
+
+def convert(
+    source: str | Path,
+    output: str | Path | None = None,
+    dtype: Dtype = "keep",
+    max_shard_size: str | int = "5GB",
+    delete_dcp: bool = False,
+    progress: Progress | None = None,
+) -> ConvertResult:
+    """Write the weights of a checkpoint as safetensors files. No collective.
+
+    `source` is a step folder, its `pretrained_model` or `dcp`, a run folder, `last`, or a DCP
+    folder that plain torch or accelerate wrote. Without `output`, `model.safetensors` is put beside
+    the shards and into the manifest (a folder of another writer: into `<name>_safetensors`
+    beside it). With `output`, a new folder gets the weights, config and processors. `delete_dcp`
+    removes the shards after the result was read back and compared.
+
+    Raises:
+        ConfigError: an argument is wrong, or asks for something that would lose data.
+        CheckpointError: there are no weights, they are damaged, or the disk is too small. Nothing
+            is left under the final name.
+    """
+    if dtype not in get_args(Dtype):
+        raise ConfigError(Problem("dtype", f"= {dtype!r} is none of {get_args(Dtype)}."))
+    limit = parse_size(max_shard_size)
+    found = find_source(source)
+    target = _target(found, output)
+    files = plan_files(found.tensors, dtype, limit)
+    _refuse_loss(found, files, target, dtype, delete_dcp)
+    try:
+        if target is None and found.step is not None:
+            deleted = _convert_in_place(found, found.step, files, delete_dcp, progress)
+        else:
+            assert target is not None
+            _convert_to(found, target, files, dtype, progress)
+            deleted = _delete_shards(found) if delete_dcp else ()
+    except OSError as error:
+        where = error.filename or found.folder
+        raise CheckpointError.of(where, f"{error.strerror}; nothing was changed.") from error
+    folder = target or found.step.pretrained_model if found.step else target
+    assert folder is not None
+    return _result(found, folder, files, deleted)
+
+
+def _target(source: ConversionSource, output: str | Path | None) -> Path | None:
+    """The folder that will be made; None means beside the shards of a checkpoint of ours."""
+    if output is not None:
+        return Path(output).expanduser().absolute()
+    if source.step is not None:
+        return None
+    if source.is_dcp:
+        return source.folder.with_name(f"{source.folder.name}_safetensors")
+    raise ConfigError(
+        Problem("output", "is missing: the weights are safetensors already.", "Use --output DIR.")
+    )
+
+
+def _refuse_loss(
+    source: ConversionSource,
+    files: Sequence[OutputFile],
+    target: Path | None,
+    dtype: Dtype,
+    delete_dcp: bool,
+) -> None:
+    problems: list[Problem] = []
+    changes = any(t.dtype != t.source.dtype for file in files for t in file.tensors)
+    if delete_dcp and changes:
+        problems.append(
+            Problem("dtype", f"= {dtype} with --delete_dcp would lose the original values.")
+        )
+    if delete_dcp and not source.is_dcp:
+        problems.append(Problem("delete_dcp", f"has nothing to remove in {source.folder}."))
+    if target is not None:
+        problems += _target_problems(source, target, delete_dcp)
+    else:
+        problems += _in_place_problems(source, files, changes)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _target_problems(source: ConversionSource, target: Path, delete_dcp: bool) -> Iterator[Problem]:
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        yield Problem("output", f"= {target} exists and is not empty.", "Give a new folder.")
+    if delete_dcp and source.step is not None:
+        yield Problem(
+            "delete_dcp",
+            f"with --output would leave {source.step.path} without what its manifest promises.",
+            "Leave out --output, or delete the checkpoint as a whole.",
+        )
+    if target.is_relative_to(source.folder) or (
+        source.step and target.is_relative_to(source.step.path)
+    ):
+        yield Problem("output", f"= {target} lies in the checkpoint itself.", "Give another.")
+
+
+def _in_place_problems(
+    source: ConversionSource, files: Sequence[OutputFile], changes: bool
+) -> Iterator[Problem]:
+    if not source.is_dcp or (source.step and source.step.safetensors.exists()):
+        where = source.step.pretrained_model if source.step else source.folder
+        yield Problem("output", f"is missing: {where} holds safetensors already.", "Give --output.")
+    if changes:
+        yield Problem(
+            "output", "is missing: a resume needs the weights in the dtype they have.", "Give it."
+        )
+    if len(files) > 1:
+        size = sum(file.size_bytes for file in files)
+        yield Problem(
+            "max_shard_size",
+            f"makes {len(files)} files, which cannot appear beside the shards in one move.",
+            f"Give --output, or --max_shard_size {-(-size // 10**9)}GB.",
+        )
+
+
+def _convert_to(
+    source: ConversionSource,
+    target: Path,
+    files: Sequence[OutputFile],
+    dtype: Dtype,
+    progress: Progress | None,
+) -> None:
+    """A new folder with everything that using the model needs, by one rename."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary(target.parent, f".{target.name}.converting-") as temporary:
+        _write_checked(source, temporary, files, progress)
+        if len(files) > 1:
+            _write_index(temporary, files)
+        for companion in source.companions:
+            _copy(companion, temporary / _relative(source, companion), source, dtype)
+        for path, _, _ in os.walk(temporary, topdown=False):
+            flush_folder(Path(path))
+        os.replace(temporary, target)
+        flush_folder(target.parent)
+
+
+def _convert_in_place(
+    source: ConversionSource,
+    step: StepFolder,
+    files: Sequence[OutputFile],
+    delete_dcp: bool,
+    progress: Progress | None,
+) -> tuple[Path, ...]:
+    """Beside the shards: the file by one rename, then the manifest by another, then deletion.
+
+    Killed in between, there is a file that the manifest does not know, or shards that it no longer
+    knows; each is whole, and readers find the same values in both.
+    """
+    with _temporary(step.pretrained_model, ".converting-") as temporary:
+        checksums = _write_checked(source, temporary, files, progress)
+        os.replace(temporary / SAFETENSORS, step.safetensors)
+        flush_folder(step.pretrained_model)
+    record = FileRecord(
+        path=step.safetensors.relative_to(step.path).as_posix(),
+        size_bytes=files[0].size_bytes,
+        checksum=checksums[SAFETENSORS],
+    )
+    shards = {path.relative_to(step.path).as_posix(): path for path in _shard_files(source)}
+    manifest = read_manifest(step)
+    gone = shards.keys() if delete_dcp else set()
+    kept = [known for known in manifest.files if known.path not in gone]
+    _replace_manifest(
+        step,
+        replace(
+            manifest,
+            files=tuple(sorted([*kept, record], key=lambda known: known.path)),
+            checkpoint_format=CheckpointFormat.SAFETENSORS
+            if delete_dcp
+            else CheckpointFormat.SAFETENSORS_DCP,
+        ).to_json(),
+    )
+    return _delete_shards(source) if delete_dcp else ()
+
+
+def _write_checked(
+    source: ConversionSource, folder: Path, files: Sequence[OutputFile], progress: Progress | None
+) -> dict[str, str]:
+    """Write, flush, re-open and compare; checksum of each file by name."""
+    pieces = [piece for tensor in source.tensors.values() for piece in tensor.pieces]
+    read = sum(piece.num_bytes for piece in pieces)
+    tick = _ticker(read + sum(t.num_bytes for file in files for t in file.tensors), progress)
+    written = write_files(folder, files, source.checksums, tick)
+    return read_back(folder, files, written, tick)
+
+
+def _ticker(total: int, progress: Progress | None) -> Tick:
+    done = 0
+
+    def tick(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    return tick
+
+
+@contextmanager
+def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
+    """A folder of our own, locked while we live; what dead conversions left is removed first."""
+    for leftover in parent.glob(f"{_literal(prefix)}*"):
+        with _locked(leftover) as is_ours:
+            if is_ours:
+                shutil.rmtree(leftover, ignore_errors=True)
+    folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
+    folder.mkdir()
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder against other conversions; false when another one holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def _literal(name: str) -> str:
+    """A name as a glob pattern that matches just it."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _write_index(folder: Path, files: Sequence[OutputFile]) -> None:
+    document = {
+        "metadata": {"total_size": sum(t.num_bytes for file in files for t in file.tensors)},
+        "weight_map": {t.name: file.name for file in files for t in file.tensors},
+    }
+    with hashed_file(folder / SAFETENSORS_INDEX) as file:
+        file.write((json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _relative(source: ConversionSource, companion: Path) -> Path:
+    root = source.step.pretrained_model if source.step else companion.parent
+    return companion.relative_to(root)
+
+
+def _copy(path: Path, target: Path, source: ConversionSource, dtype: Dtype) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path.name == _CONFIG and dtype != "keep" and (text := _with_dtype(path, dtype)):
+        with hashed_file(target) as file:
+            file.write(text)
+        return
+    with path.open("rb") as reader, hashed_file(target) as file:
+        while block := reader.read(1 << 20):
+            file.write(block)
+    if hash_file(target) != hash_file(path):
+        raise CheckpointError.of(target, "reads back differently from what was written.")
+
+
+def _with_dtype(path: Path, dtype: Dtype) -> bytes | None:
+    """A model's config that names the new dtype; None when it names none."""
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    names = [n for n in ("dtype", "torch_dtype") if isinstance(config, dict) and n in config]
+    if not names:
+        return None
+    changed = config | dict.fromkeys(names, _TORCH_NAMES[dtype])
+    return (json.dumps(changed, indent=2) + "\n").encode()
+
+
+def _replace_manifest(step: StepFolder, text: str) -> None:
+    spare = step.path / f".{MANIFEST}.{uuid.uuid4().hex[:12]}"
+    with hashed_file(spare) as file:
+        file.write(text.encode())
+    os.replace(spare, step.manifest)
+    flush_folder(step.path)
+
+
+def _shard_files(source: ConversionSource) -> list[Path]:
+    """Files of the DCP folder, the one that makes it readable last."""
+    names = [*read_dcp(source.folder).files, DCP_METADATA]
+    known = sorted(path.name for path in source.folder.glob("*.distcp"))
+    ours = known if source.step is not None else []
+    return [source.folder / name for name in dict.fromkeys([*ours, *names])]
+
+
+def _delete_shards(source: ConversionSource) -> tuple[Path, ...]:
+    paths = _shard_files(source)
+    for path in reversed(paths):
+        path.unlink(missing_ok=True)
+    if not any(source.folder.iterdir()):
+        source.folder.rmdir()
+    return tuple(paths)
+
+
+def _result(
+    source: ConversionSource, folder: Path, files: Sequence[OutputFile], deleted: tuple[Path, ...]
+) -> ConvertResult:
+    tensors = [tensor for file in files for tensor in file.tensors]
+    return ConvertResult(
+        folder,
+        {file.name: file.size_bytes for file in files},
+        len(tensors),
+        Counter(tensor.dtype for tensor in tensors),
+        source.left_out,
+        deleted,
+    )
