@@ -1,0 +1,335 @@
+"""The Hub, and the only module that knows its client: checks, one commit, lists and downloads."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from parallel_config import Problem
+from parallel_publish.config import PublishConfig
+from parallel_publish.errors import PublishError
+from parallel_publish.retry import RetryPolicy, retried, status_of
+
+ENDPOINT = "HF_ENDPOINT"
+
+
+def note(line: str) -> None:
+    """Say something to whoever watches the run, without touching what a command prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A repository, the branch that is meant, and how to get in."""
+
+    repo_id: str
+    revision: str = "main"
+    private: bool | None = None
+    token: str | None = field(default=None, repr=False)
+    """None: the one that the client finds (HF_TOKEN, or a login)."""
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+    @classmethod
+    def of(cls, config: PublishConfig, *, token: str | None = None) -> Target:
+        """The target of a config.
+
+        Raises:
+            PublishError: it names no repository.
+        """
+        if config.repo_id is None:
+            raise PublishError.of("publish.repo_id", "is missing.", "Use --repo_id user/name.")
+        return cls(
+            repo_id=config.repo_id,
+            revision=config.revision or "main",
+            private=config.private,
+            token=token,
+            retry=RetryPolicy(timeout_s=config.timeout_s),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteFile:
+    """One file of a repository."""
+
+    path: str
+    size_bytes: int
+
+
+def preflight(target: Target, *, card: str | None = None) -> None:
+    """Check name, token, right to write, visibility and card before anything is sent or trained.
+
+    Makes the repository if it does not exist, because that is the only proof of the right to.
+
+    Raises:
+        PublishError: says what to change.
+    """
+    _refuse_offline(target)
+
+    def check() -> None:
+        api = _api(target)
+        _check_token(api, target)
+        existing = _visibility(api, target)
+        if existing is False and target.private:
+            raise PublishError.of(
+                "publish.private",
+                f"= True, but {target.repo_id} exists and is public.",
+                "Choose another --repo_id, or make it private on the Hub first.",
+            )
+        if existing is None:
+            api.create_repo(target.repo_id, private=target.private, exist_ok=True)
+        _make_branch(api, target)
+        if card is not None:
+            check_card(target, card)
+
+    _ask(target, check, "prepared")
+
+
+def check_disk(folder: Path, needed_bytes: int) -> None:
+    """Raise PublishError unless the disk of `folder` has room for what will be staged there."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise PublishError.of(
+            folder,
+            f"has {free:,} bytes free, but the files to publish need {needed_bytes:,}.",
+            "Free some space, or stage them elsewhere.",
+        )
+
+
+def check_card(target: Target, card: str) -> None:
+    """Have the Hub check a model card's metadata; PublishError names what it refuses."""
+    try:
+        _api(target)._validate_yaml(card, repo_type="model")
+    except ValueError as error:
+        raise PublishError.of("model card", f"is refused by the Hub: {error}") from error
+
+
+def publish_files(
+    target: Target,
+    files: Mapping[str, Path],
+    *,
+    message: str,
+    replaces: Callable[[str], bool] = lambda path: False,
+    on_note: Callable[[str], None] = note,
+) -> str:
+    """Send files, by path in the repository, in one commit; returns its address.
+
+    Files there for which `replaces` is true and that are not sent are removed by the same commit.
+    Tried again as the target's policy says; a commit whose answer was lost is not made twice.
+
+    Raises:
+        PublishError: it cannot be done, or not now; nothing changed on the Hub.
+    """
+    _refuse_offline(target)
+
+    def commit() -> str:
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        api = _api(target)
+        head = api.repo_info(target.repo_id, revision=target.revision)
+        there = [sibling.rfilename for sibling in head.siblings or ()]
+        stale = [path for path in there if replaces(path) and path not in files]
+        made = api.create_commit(
+            target.repo_id,
+            [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]
+            + [CommitOperationDelete(path) for path in stale],
+            commit_message=message,
+            revision=target.revision,
+            parent_commit=head.sha,
+        )
+        return str(made.commit_url)
+
+    return _ask(target, commit, "written", on_note)
+
+
+def list_files(target: Target) -> list[RemoteFile]:
+    """Every file of the revision.
+
+    Raises:
+        PublishError: there is no such repository or revision, or no way in.
+    """
+    _refuse_offline(target)
+
+    def ask() -> list[RemoteFile]:
+        entries = _api(target).list_repo_tree(
+            target.repo_id, recursive=True, revision=target.revision
+        )
+        return [
+            RemoteFile(path=entry.path, size_bytes=entry.size)
+            for entry in entries
+            if hasattr(entry, "size")
+        ]
+
+    return _ask(target, ask, "read")
+
+
+def revision_sha(target: Target) -> str:
+    """The commit that the revision is now, so that several downloads see one state."""
+    return _ask(
+        target,
+        lambda: str(_api(target).repo_info(target.repo_id, revision=target.revision).sha),
+        "read",
+    )
+
+
+def download(
+    target: Target,
+    *,
+    allow: Sequence[str] | None = None,
+    ignore: Sequence[str] | None = None,
+    into: Path | None = None,
+) -> Path:
+    """Fetch the files of the revision that match; returns the folder.
+
+    Without `into` they go to the client's cache, which also serves when the Hub is out of reach.
+
+    Raises:
+        PublishError: it cannot be had.
+    """
+    from huggingface_hub import snapshot_download
+
+    def ask() -> Path:
+        found = snapshot_download(
+            target.repo_id,
+            revision=target.revision,
+            token=target.token,
+            endpoint=os.environ.get(ENDPOINT),
+            local_dir=into,
+            allow_patterns=list(allow) if allow is not None else None,
+            ignore_patterns=list(ignore) if ignore is not None else None,
+        )
+        return Path(str(found))
+
+    return _ask(target, ask, "read")
+
+
+def _api(target: Target) -> Any:
+    """The client. The endpoint is read now: the client itself reads it once, when imported."""
+    from huggingface_hub import HfApi
+
+    return HfApi(
+        endpoint=os.environ.get(ENDPOINT), token=target.token, library_name="parallel-publish"
+    )
+
+
+def _refuse_offline(target: Target) -> None:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise PublishError.of(
+            "HF_HUB_OFFLINE",
+            f"is set, so {target.repo_id} cannot be reached.",
+            "Unset it, or turn publishing off.",
+        )
+
+
+def _check_token(api: Any, target: Target) -> None:
+    from huggingface_hub import get_token
+
+    if (target.token or get_token()) is None:
+        raise PublishError.of(
+            "token", "is missing: the Hub wants to know who writes.", _TOKEN_REMEDY
+        )
+    who = api.whoami()
+    role = (who.get("auth") or {}).get("accessToken", {}).get("role")
+    if role == "read":
+        raise PublishError.of(
+            "token",
+            f"of {who.get('name')!r} may only read, but {target.repo_id} is to be written.",
+            _TOKEN_REMEDY,
+        )
+    names = {who.get("name"), *(org.get("name") for org in who.get("orgs") or ())}
+    if role == "write" and target.repo_id.split("/")[0] not in names:
+        raise PublishError.of(
+            "publish.repo_id",
+            f"= {target.repo_id!r} belongs to neither {who.get('name')!r} nor an organization "
+            "of theirs.",
+            f"Use --publish.repo_id {who.get('name')}/{target.repo_id.split('/')[-1]}.",
+        )
+
+
+_TOKEN_REMEDY = "Run `hf auth login`, or set HF_TOKEN to a token with write permission."
+
+
+def _visibility(api: Any, target: Target) -> bool | None:
+    """Whether the repository is private; None when there is none."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        return bool(api.repo_info(target.repo_id).private)
+    except RepositoryNotFoundError:
+        return None
+
+
+def _make_branch(api: Any, target: Target) -> None:
+    if target.revision == "main" or re.fullmatch(r"[0-9a-f]{40}", target.revision):
+        return
+    api.create_branch(target.repo_id, branch=target.revision, exist_ok=True)
+
+
+def _ask(
+    target: Target, act: Callable[[], Any], what: str, on_note: Callable[[str], None] = note
+) -> Any:
+    """Run a conversation with the Hub; whatever goes wrong becomes one line."""
+    try:
+        return retried(act, target.retry, on_note=on_note, describe=_in_short)
+    except PublishError:
+        raise
+    except Exception as error:
+        raise PublishError(_problem(target, what, error)) from error
+
+
+def _problem(target: Target, what: str, error: Exception) -> Problem:
+    status = status_of(error)
+    remedies = {
+        401: _TOKEN_REMEDY,
+        403: "Use a token that may, or another --repo_id.",
+        404: "Check --repo_id and --revision, and that the token may see it.",
+        409: "Somebody else works on it; try again.",
+        412: "Somebody else commits to it; try again.",
+        413: "Use a smaller --max_shard_size.",
+        429: "Wait some minutes and try again.",
+    }
+    remedy = remedies.get(status or 0, "Try again later.")
+    where = os.environ.get(ENDPOINT, "the Hub")
+    return Problem(
+        f"{target.repo_id}@{target.revision}",
+        f"cannot be {what} at {where}: {_in_short(error)}.",
+        remedy,
+    )
+
+
+def _in_short(error: BaseException) -> str:
+    """One line, without addresses of requests and without anything a token could be in."""
+    status = status_of(error)
+    if status is not None:
+        return f"HTTP {status} ({_MEANING.get(status, 'refused')})"
+    if isinstance(error, TimeoutError):
+        return str(error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no details'}".rstrip(".")
+
+
+_MEANING = {
+    400: "the request is wrong",
+    401: "token missing, wrong or expired",
+    402: "payment required",
+    403: "the token may not do this",
+    404: "not found, or hidden from this token",
+    409: "conflict",
+    412: "the branch moved meanwhile",
+    413: "too large",
+    429: "too many requests",
+    500: "the server failed",
+    502: "the server is unreachable",
+    503: "the server is busy",
+    504: "the server took too long",
+}

@@ -1,0 +1,138 @@
+"""Trying again where that helps: back-off, the server's Retry-After, and a limit on all of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+RETRIED_STATUS = frozenset({408, 412, 425, 429, 500, 502, 503, 504})
+"""Answers after which the same request may succeed. 412: somebody else committed meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetryPolicy:
+    """How often and how long an upload is tried."""
+
+    attempts: int = 5
+    base_s: float = 2.0
+    """Wait before the second attempt; it doubles from there."""
+    max_wait_s: float = 300.0
+    """Longest wait, also where the server asks for more."""
+    timeout_s: float = 7200.0
+    """Seconds for everything together."""
+
+    def wait_s(self, attempt: int, asked_s: float | None) -> float:
+        """Seconds to wait after the failed attempt of this number, counted from 1."""
+        wait = self.base_s * 2 ** (attempt - 1) * random.uniform(0.8, 1.2)
+        return min(max(wait, asked_s or 0.0), self.max_wait_s)
+
+
+def retried(
+    act: Callable[[], T],
+    policy: RetryPolicy,
+    *,
+    on_note: Callable[[str], None],
+    describe: Callable[[BaseException], str],
+) -> T:
+    """Call `act` until it succeeds, an error is final, or the policy ends.
+
+    It runs in a thread of its own, because a server that never answers would hold this one.
+
+    Raises:
+        TimeoutError: `timeout_s` went by.
+        Exception: the last error of `act`.
+    """
+    deadline = time.monotonic() + policy.timeout_s
+    for attempt in range(1, policy.attempts + 1):
+        try:
+            return within(act, deadline - time.monotonic(), policy.timeout_s)
+        except Exception as error:
+            if attempt == policy.attempts or not is_transient(error):
+                raise
+            wait = policy.wait_s(attempt, retry_after_s(error))
+            if time.monotonic() + wait > deadline:
+                raise
+            on_note(
+                f"hub: {describe(error)}; attempt {attempt + 1} of {policy.attempts} "
+                f"in {wait:.1f} s"
+            )
+            time.sleep(wait)
+    raise AssertionError("no attempt was made")
+
+
+def within(act: Callable[[], T], left_s: float, limit_s: float) -> T:
+    """The result of `act`, which is left to itself once the time is over.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="hub-request", daemon=True)
+    thread.start()
+    thread.join(max(left_s, 0.0))
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer within {limit_s:.0f} s")
+    return results[0]
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: the network, or an answer that says so."""
+    status = status_of(error)
+    if status is not None:
+        return status in RETRIED_STATUS
+    if isinstance(error, TimeoutError):
+        return False  # our own limit
+    return any(_is_network(found) for found in _causes(error))
+
+
+def status_of(error: BaseException) -> int | None:
+    """HTTP status of the answer that the error stands for, None when there was no answer."""
+    for found in _causes(error):
+        response = getattr(found, "response", None)
+        status = getattr(response, "status_code", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def retry_after_s(error: BaseException) -> float | None:
+    """Seconds that the server asked to wait."""
+    for found in _causes(error):
+        headers: Any = getattr(getattr(found, "response", None), "headers", None)
+        if headers is None:
+            continue
+        try:
+            return float(headers.get("Retry-After"))
+        except (TypeError, ValueError):
+            return None
+    return None
+
+
+def _is_network(error: BaseException) -> bool:
+    """The client's transport errors, by name: its HTTP library changes between versions."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError) or "TransportError" in names
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
