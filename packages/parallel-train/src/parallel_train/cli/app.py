@@ -13,9 +13,11 @@ from parallel_config import ConfigError
 RUNNERS = {
     "train": "parallel_train.cli.training",
     "resume": "parallel_train.cli.training",
+    "plan": "parallel_train.cli.planning",
     "inspect": "parallel_train.cli.offline",
     "verify": "parallel_train.cli.offline",
     "convert": "parallel_train.cli.offline",
+    "evaluate": "parallel_train.cli.evaluating",
     "doctor": "parallel_train.cli.doctor",
 }
 USAGE_ERROR = 2

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from parallel_train.config import TrainConfig
-from parallel_train.policies.registry import POLICIES
 
 ResumeMode = Literal["never", "auto", "must"]
 
@@ -65,6 +64,38 @@ class ResumeCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Say what a run would be on any number of ranks, without ranks and without a GPU."""
+
+    run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
+    policy_type: PolicyType = "act"
+    config: Annotated[str | None, arg(metavar="FILE")] = None
+    """Read the config from a .json or .toml file; flags go over it."""
+    world_size: int = 1
+    """Ranks to plan for."""
+    json: bool = False
+    """Print JSON for programs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Roll a trained policy out in MetaWorld, beside the expert and random actions."""
+
+    path: Positional[str]
+    """A checkpoint or a run folder."""
+    tasks: tuple[str, ...] = ("reach-v3",)
+    """MetaWorld tasks, as the embedded dataset has them."""
+    episodes: int = 50
+    """Seeded episodes per task."""
+    seed: int = 0
+    """Seed of the first episode."""
+    max_steps: int = 300
+    """Steps after which an episode counts as failed."""
+    json: bool = False
+    """Print JSON for programs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectCommand:
     """Say what a checkpoint, or a whole run, holds."""
 
@@ -106,13 +137,3 @@ class DoctorCommand:
 
     json: bool = False
     """Print JSON for programs."""
-
-
-Command = (
-    TrainCommand | ResumeCommand | InspectCommand | VerifyCommand | ConvertCommand | DoctorCommand
-)
-
-
-def registered_policies() -> str:
-    """Names for help texts."""
-    return ", ".join(POLICIES.names())

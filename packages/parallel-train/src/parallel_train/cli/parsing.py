@@ -17,7 +17,9 @@ from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.commands import (
     ConvertCommand,
     DoctorCommand,
+    EvaluateCommand,
     InspectCommand,
+    PlanCommand,
     ResumeCommand,
     TrainCommand,
     VerifyCommand,
@@ -28,9 +30,11 @@ from parallel_train.policies.registry import POLICIES
 COMMANDS: dict[str, type[Any]] = {
     "train": TrainCommand,
     "resume": ResumeCommand,
+    "plan": PlanCommand,
     "inspect": InspectCommand,
     "verify": VerifyCommand,
     "convert": ConvertCommand,
+    "evaluate": EvaluateCommand,
     "doctor": DoctorCommand,
 }
 DESCRIPTION = "Train, resume and distribute policies; one config owns the run."
@@ -93,13 +97,14 @@ def _command_type(name: str, default: Any) -> Any:
 
 
 def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
-    """What the flags go over: the config file for `train`, the checkpoint's config for `resume`."""
-    if name == "train":
+    """What the flags go over: a config file, or for `resume` the checkpoint's config."""
+    if name in ("train", "plan"):
+        cls = COMMANDS[name]
         file = argv_flags.value_of(words, "config")
         if file is None:
-            return _with_policy(TrainCommand(), words), ()
+            return _with_policy(cls(), words), ()
         loaded = read_config(Path(file).expanduser(), trusted=True)
-        return _with_policy(TrainCommand(run=loaded.config), words), loaded.notes
+        return _with_policy(cls(run=loaded.config), words), loaded.notes
     if name == "resume":
         path = next(
             iter(argv_flags.positionals(words, _flags(TrainCommand(), ResumeCommand(path="")))),
@@ -142,7 +147,11 @@ def _flags(*commands: Any) -> dict[str, int]:
         if command is None:
             command = InspectCommand(path="")
             table |= argv_flags.flag_table(
-                command, VerifyCommand(path=""), ConvertCommand(path=""), DoctorCommand()
+                command,
+                VerifyCommand(path=""),
+                ConvertCommand(path=""),
+                EvaluateCommand(path=""),
+                DoctorCommand(),
             )
             continue
         for name, arity in argv_flags.flag_table(command).items():

@@ -1,0 +1,34 @@
+"""`ptrain plan`: units, bytes per rank and communication of a run that nobody has started."""
+
+from __future__ import annotations
+
+from parallel_config import ConfigError
+from parallel_train.cli.app import USAGE_ERROR, fail
+from parallel_train.cli.commands import PlanCommand
+from parallel_train.cli.parsing import Parsed
+
+
+def run(parsed: Parsed) -> int:
+    """Print the plan. Returns 0, or 2 for wrong input."""
+    from parallel_engine.plan import plan
+    from parallel_train.data.metadata import read_metadata
+    from parallel_train.policies.factory import build_policy
+
+    command: PlanCommand = parsed.command
+    config = command.run
+    try:
+        spec = read_metadata(config.dataset.folder).spec
+        found = plan(
+            lambda: build_policy(config.policy, spec),
+            config.parallelism,
+            config.accelerator,
+            command.world_size,
+            batch_size=config.batch_size,
+        )
+    except (ConfigError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            return fail(error, "ptrain plan")
+        print(f"ptrain plan: --world_size: {error}")
+        return USAGE_ERROR
+    print(found.to_json() if command.json else found.render())
+    return 0
