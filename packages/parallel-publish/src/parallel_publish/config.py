@@ -20,9 +20,8 @@ _LICENSES = """
     eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc h-research intel-research
     lppl-1.3c ms-pl apple-ascl apple-amlr mpl-2.0 odc-by odbl openmdw-1.0 openrail++ osl-3.0
     postgresql ofl-1.1 ncsa unlicense zlib pddl lgpl-lr deepfloyd-if-license
-    fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 gemma grok2-community
-    afl-3.0
-    artistic-2.0 bsl-1.0 unknown other
+    fair-noncommercial-research-license llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 gemma
+    grok2-community afl-3.0 artistic-2.0 bsl-1.0 unknown other
 """
 LICENSES = frozenset(_LICENSES.split())
 """Identifiers that the Hub accepts in a model card."""

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel_config import Problem
 from parallel_publish.config import PublishConfig
 from parallel_publish.errors import PublishError
 from parallel_publish.retry import RetryPolicy, retried, status_of
 
+T = TypeVar("T")
 ENDPOINT = "HF_ENDPOINT"
 
 
@@ -83,6 +84,8 @@ def preflight(target: Target, *, card: str | None = None) -> None:
             )
         if existing is None:
             api.create_repo(target.repo_id, private=target.private, exist_ok=True)
+        else:
+            _check_write_right(api, target)
         _make_branch(api, target)
         if card is not None:
             check_card(target, card)
@@ -256,6 +259,13 @@ def _check_token(api: Any, target: Target) -> None:
         )
 
 
+def _check_write_right(api: Any, target: Target) -> None:
+    """Ask how a file would be sent, which only those who may write are told; nothing is sent."""
+    from huggingface_hub import CommitOperationAdd
+
+    api.preupload_lfs_files(target.repo_id, [CommitOperationAdd("README.md", b"-")])
+
+
 _TOKEN_REMEDY = "Run `hf auth login`, or set HF_TOKEN to a token with write permission."
 
 
@@ -276,8 +286,8 @@ def _make_branch(api: Any, target: Target) -> None:
 
 
 def _ask(
-    target: Target, act: Callable[[], Any], what: str, on_note: Callable[[str], None] = note
-) -> Any:
+    target: Target, act: Callable[[], T], what: str, on_note: Callable[[str], None] = note
+) -> T:
     """Run a conversation with the Hub; whatever goes wrong becomes one line."""
     try:
         return retried(act, target.retry, on_note=on_note, describe=_in_short)

@@ -28,8 +28,8 @@ class RetryPolicy:
 
     def wait_s(self, attempt: int, asked_s: float | None) -> float:
         """Seconds to wait after the failed attempt of this number, counted from 1."""
-        wait = self.base_s * 2 ** (attempt - 1) * random.uniform(0.8, 1.2)
-        return min(max(wait, asked_s or 0.0), self.max_wait_s)
+        wait = self.base_s * 2.0 ** (attempt - 1) * random.uniform(0.8, 1.2)
+        return float(min(max(wait, asked_s or 0.0), self.max_wait_s))
 
 
 def retried(

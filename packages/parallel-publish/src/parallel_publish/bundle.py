@@ -1,0 +1,192 @@
+"""The folder that is published: weights, config, processors, card, train config, nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from parallel_ckpt import resolve_checkpoint
+from parallel_ckpt.layout import DCP, SAFETENSORS, SAFETENSORS_INDEX, TRAINING_STATE, StepFolder
+from parallel_config import Problem
+from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, loss_curve_svg, render_card
+from parallel_publish.errors import PublishError
+from parallel_publish.processors import Processor
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+Dtype = Literal["keep", "fp32", "bf16", "fp16"]
+NEVER = (DCP, TRAINING_STATE)
+"""Folders of a checkpoint that no published model holds."""
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a file at the top of a repository is one of ours that holds weights."""
+    return _WEIGHTS.fullmatch(path) is not None
+
+
+def write_files(
+    folder: Path,
+    files: Mapping[str, str | bytes],
+    processors: Sequence[Processor] = (),
+) -> None:
+    """Write documents and processors beside the weights. No collective.
+
+    Raises:
+        PublishError: a name leads out of the folder or takes the place of the weights.
+    """
+    for name, content in files.items():
+        if Path(name).name != name or name in (".", "..") or is_weight_file(name):
+            raise PublishError.of(name, "is no name for a file beside the weights.")
+        data = content.encode() if isinstance(content, str) else content
+        (folder / name).write_bytes(data)
+    before = _weight_stamps(folder)
+    for processor in processors:
+        processor.save_pretrained(folder)
+    if _weight_stamps(folder) != before:
+        raise PublishError.of(
+            folder, "had its weights replaced by a processor; use file names of its own."
+        )
+
+
+def write_card(folder: Path, info: CardInfo, *, repo_id: str) -> str:
+    """Write README.md and the curve it shows; returns the card's text.
+
+    Raises:
+        PublishError: the Hub would refuse the card.
+    """
+    problems = list(card_problems(info))
+    if problems:
+        raise PublishError(problems)
+    text = render_card(info, repo_id=repo_id)
+    (folder / CARD).write_text(text, encoding="utf-8")
+    if info.losses:
+        (folder / CURVE).write_text(loss_curve_svg(info.losses), encoding="utf-8")
+    return text
+
+
+def bundle_checkpoint(
+    path: str | Path,
+    folder: Path,
+    *,
+    dtype: Dtype = "keep",
+    max_shard_size: str = "5GB",
+) -> StepFolder:
+    """Fill `folder` from a committed checkpoint, without ranks; returns the checkpoint.
+
+    Weights are copied where they are safetensors already and nothing is to change, else converted.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    step = StepFolder(resolve_checkpoint(path))
+    source = step.pretrained_model
+    names = [entry.name for entry in source.iterdir() if entry.is_file()]
+    has_weights = any(is_weight_file(name) for name in names)
+    if has_weights and dtype == "keep":
+        _refuse_damage(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _link_or_copy(source / name, folder / name)
+        return step
+    from parallel_ckpt.convert import convert
+
+    convert(step.path, output=folder, dtype=dtype, max_shard_size=max_shard_size)
+    for name in names:
+        if not is_weight_file(name) and not (folder / name).exists():
+            shutil.copyfile(source / name, folder / name)
+    return step
+
+
+def bundle_files(folder: Path) -> dict[str, Path]:
+    """Files of a bundle by their path in the repository.
+
+    Raises:
+        PublishError: it is no bundle: no or damaged weights, or parts of a checkpoint in it.
+    """
+    problems = list(bundle_problems(folder))
+    if problems:
+        raise PublishError(problems, source=str(folder))
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def bundle_problems(folder: Path) -> Iterator[Problem]:
+    """One line for everything that keeps a folder from being published."""
+    if not folder.is_dir():
+        yield Problem(str(folder), "is no folder.")
+        return
+    for name in NEVER:
+        if (folder / name).exists():
+            yield Problem(str(folder / name), "belongs to a checkpoint, not to a published model.")
+    stored: set[str] = set()
+    files = [path for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"]
+    weights = [path for path in files if is_weight_file(path.name)]
+    if not weights:
+        yield Problem(str(folder), f"holds no {SAFETENSORS}.")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                stored |= set(opened.keys()) if path in weights else set()
+        except (SafetensorError, OSError) as error:
+            yield Problem(str(path), f"is damaged: {error}.")
+    index = folder / SAFETENSORS_INDEX
+    if index.is_file():
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        if listed != stored:
+            yield Problem(
+                str(index), f"lists {len(listed)} tensors, but the files hold {len(stored)}."
+            )
+
+
+def num_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights as they would be published, for the check of the disk."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def remove_stale_weights(folder: Path, written: set[str]) -> None:
+    """Drop weight files that an earlier save left in a folder."""
+    for entry in folder.iterdir():
+        if is_weight_file(entry.name) and entry.name not in written:
+            entry.unlink()
+
+
+def _refuse_damage(step: StepFolder) -> None:
+    from parallel_ckpt import DamagedCheckpoint, read_manifest
+    from parallel_ckpt.integrity import file_problems
+
+    prefix = step.pretrained_model.name + "/"
+    records = [
+        record
+        for record in read_manifest(step).files
+        if record.path.startswith(prefix) and f"/{DCP}/" not in record.path
+    ]
+    problems = list(file_problems(step, records, "full"))
+    if problems:
+        raise DamagedCheckpoint(problems, source=str(step.path))
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """A second name where the file system lets us: a model is not copied to be read once."""
+    target.unlink(missing_ok=True)
+    try:
+        if not is_weight_file(source.name):
+            raise OSError("small files are copied, so that they can be edited")
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _weight_stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns)
+        for entry in folder.iterdir()
+        if is_weight_file(entry.name)
+    }

@@ -1,0 +1,260 @@
+"""Publishing a trained model: from the ranks that trained it, from a checkpoint, or from a bundle.
+
+Whatever is published is a folder first. If the upload fails, that folder stays, and one command
+sends it again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
+from parallel_ckpt._ranks import all_ranks
+from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
+from parallel_config import ConfigError
+from parallel_publish.bundle import (
+    Dtype,
+    bundle_checkpoint,
+    bundle_files,
+    is_weight_file,
+    num_bytes,
+    write_card,
+)
+from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, render_card
+from parallel_publish.config import PublishConfig
+from parallel_publish.errors import PublishError
+from parallel_publish.hub import Target, check_disk, note, preflight, publish_files
+from parallel_publish.pretrained import save_pretrained
+from parallel_publish.processors import Processor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Publication:
+    """How publishing ended."""
+
+    repo_id: str
+    files: Mapping[str, int]
+    """Bytes by path in the repository."""
+    commit_url: str | None = None
+    """None for a dry run, and when it failed."""
+    error: PublishError | None = None
+    """Why it failed; nothing changed on the Hub then."""
+    bundle: Path | None = None
+    """Folder that was to be sent, where it was kept."""
+    retry: str = ""
+    """Command that sends it again."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did not fail."""
+        return self.error is None
+
+    def render(self) -> str:
+        """What a person should be told."""
+        total = sum(self.files.values())
+        listing = "\n".join(f"  {size:>14,}  {path}" for path, size in sorted(self.files.items()))
+        if self.error is not None:
+            return f"not published: {self.error}\n  kept:  {self.bundle}\n  retry: {self.retry}"
+        if self.commit_url is None:
+            return f"would publish {len(self.files)} files, {total:,} bytes:\n{listing}"
+        return f"published {len(self.files)} files, {total:,} bytes: {self.commit_url}"
+
+
+def preflight_publish(
+    config: PublishConfig,
+    *,
+    card: CardInfo | None = None,
+    staging: Path | None = None,
+    needed_bytes: int = 0,
+    token: str | None = None,
+) -> None:
+    """Collective: every rank. Find out before training whether publishing will work.
+
+    The main rank asks the Hub; all ranks get its error. Does nothing, and no network call, when
+    publishing is off.
+
+    Raises:
+        PublishError: the same on every rank; says what to change.
+    """
+    if not config.wants_hub:
+        return
+
+    def check() -> None:
+        info = (card or CardInfo()).with_config(config)
+        problems = list(card_problems(info))
+        if problems:
+            raise PublishError(problems)
+        if staging is not None:
+            check_disk(staging, needed_bytes)
+        preflight(Target.of(config, token=token), card=render_card(info))
+
+    all_ranks().on_main(check)
+
+
+def publish_trained_model(
+    model: nn.Module,
+    config: PublishConfig,
+    *,
+    staging: str | Path,
+    card: CardInfo | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+    processors: Sequence[Processor] = (),
+    train_config: str | None = None,
+    max_shard_size: str = "5GB",
+    token: str | None = None,
+    on_note: Callable[[str], None] = note,
+) -> Publication | None:
+    """Collective: every rank. Gather the model into `staging` and publish it in one commit.
+
+    The ranks part as soon as the folder is written: only the main rank waits for the network, and
+    returns how it went; the others return None. `files` are documents beside the weights, such as
+    `config.json`. The model needs no methods, and none of its own is called.
+
+    Raises:
+        ConfigError: the same on every rank, when the folder could not be written. A failed upload
+            does not raise: see `Publication.error`.
+    """
+    folder = Path(staging).expanduser().absolute()
+    ranks = all_ranks()
+    target = ranks.attempt(lambda: Target.of(config, token=token))
+    size = num_bytes(model)
+    ranks.on_main(lambda: check_disk(folder, size))
+    documents = dict(files or {}) | ({TRAIN_CONFIG: train_config} if train_config else {})
+    save_pretrained(
+        model, folder, files=documents, processors=processors, max_shard_size=max_shard_size
+    )
+    info = (card or CardInfo(train_config=train_config)).with_config(config)
+    ranks.on_main(lambda: write_card(folder, info, repo_id=target.repo_id))
+    return _send(folder, target, on_note) if ranks.is_main else None
+
+
+def publish_checkpoint(
+    path: str | Path,
+    config: PublishConfig,
+    *,
+    card: CardInfo | None = None,
+    dtype: Dtype = "keep",
+    max_shard_size: str = "5GB",
+    staging: str | Path | None = None,
+    dry_run: bool = False,
+    token: str | None = None,
+    on_note: Callable[[str], None] = note,
+) -> Publication:
+    """Publish a committed checkpoint, or a bundle that an earlier try has kept. No ranks needed.
+
+    With `dry_run` everything is built and checked here, and nothing is sent or asked.
+
+    Raises:
+        ConfigError: there is nothing to publish, or it is damaged.
+    """
+    target = Target.of(config, token=token)
+    given = Path(path).expanduser().absolute()
+    step = _checkpoint(given)
+    if step is None:
+        return _dry(given, target) if dry_run else _checked(given, target, on_note)
+    root = Path(staging).expanduser().absolute() if staging else _staging_beside(step.path)
+    folder = root.with_name(f"{root.name}-{uuid.uuid4().hex[:8]}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    result = None
+    try:
+        bundle_checkpoint(step.path, folder, dtype=dtype, max_shard_size=max_shard_size)
+        info = (card or _card_of(step)).with_config(config)
+        write_card(folder, info, repo_id=target.repo_id)
+        result = _dry(folder, target) if dry_run else _checked(folder, target, on_note)
+        return result
+    finally:
+        if result is None or result.ok:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checked(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publication:
+    """Preflight and upload; an error of either keeps the folder."""
+    bundle_files(folder)
+    card = folder / CARD
+    try:
+        preflight(target, card=card.read_text(encoding="utf-8") if card.is_file() else None)
+    except PublishError as error:
+        return _failed(folder, target, error)
+    return _send(folder, target, on_note)
+
+
+def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publication:
+    try:
+        files = bundle_files(folder)
+        url = publish_files(
+            target,
+            files,
+            message="Publish the trained model",
+            replaces=lambda path: is_weight_file(path) or path == CURVE,
+            on_note=on_note,
+        )
+    except ConfigError as error:
+        wrapped = error if isinstance(error, PublishError) else PublishError(error.problems)
+        return _failed(folder, target, wrapped)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    return Publication(repo_id=target.repo_id, files=sizes, commit_url=url, bundle=folder)
+
+
+def _failed(folder: Path, target: Target, error: PublishError) -> Publication:
+    options = "" if target.revision == "main" else f" --revision {target.revision}"
+    options += " --private" if target.private else ""
+    return Publication(
+        repo_id=target.repo_id,
+        files=_sizes(folder),
+        error=error,
+        bundle=folder,
+        retry=f"ptrain publish {folder} --repo_id {target.repo_id}{options}",
+    )
+
+
+def _dry(folder: Path, target: Target) -> Publication:
+    files = bundle_files(folder)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    return Publication(repo_id=target.repo_id, files=sizes)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+
+
+def _checkpoint(path: Path) -> StepFolder | None:
+    """The checkpoint that is meant; None when `path` is a bundle.
+
+    Raises:
+        CheckpointNotFound: it is neither.
+    """
+    try:
+        return StepFolder(resolve_checkpoint(path))
+    except CheckpointNotFound:
+        if path.is_dir() and any(is_weight_file(entry.name) for entry in path.iterdir()):
+            return None
+        raise
+
+
+def _staging_beside(step: Path) -> Path:
+    """In the run folder, so that weights can be linked instead of copied."""
+    return step.parent.parent / f"publish-{step.name}"
+
+
+def _card_of(step: StepFolder) -> CardInfo:
+    """A card from what the checkpoint itself knows."""
+    from parallel_ckpt import read_manifest
+
+    manifest = read_manifest(step)
+    config = step.train_config
+    return CardInfo(
+        facts={
+            "optimizer updates": manifest.step,
+            "samples seen": manifest.samples_seen,
+            "trained on": manifest.topology.describe(),
+            "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
+        },
+        train_config=config.read_text(encoding="utf-8") if config.is_file() else None,
+    )
