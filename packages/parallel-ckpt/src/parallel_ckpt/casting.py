@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
 """Dtype of the floating-point tensors of a result."""
@@ -25,6 +26,8 @@ def cast(data: memoryview, stored: str, wanted: str) -> memoryview:
     """The bytes of the same numbers in another dtype; ties round to even, too large is infinity."""
     if stored == wanted:
         return data
+    import numpy as np  # only a cast waits for its import
+
     numbers = _bf16_to_fp32(data) if stored == "BF16" else np.frombuffer(data, _NUMPY[stored])
     with np.errstate(over="ignore", invalid="ignore"):
         if wanted == "BF16":
@@ -33,10 +36,14 @@ def cast(data: memoryview, stored: str, wanted: str) -> memoryview:
 
 
 def _bf16_to_fp32(data: memoryview) -> NDArray[np.float32]:
+    import numpy as np
+
     return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
 
 
 def _fp32_to_bf16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
+    import numpy as np
+
     bits = numbers.view("<u4")
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
     # Rounding up the bits of a NaN could make it an infinity.
@@ -44,4 +51,6 @@ def _fp32_to_bf16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _bytes(array: NDArray[np.generic]) -> memoryview:
+    import numpy as np
+
     return np.ascontiguousarray(array).view(np.uint8).data.cast("B")

@@ -148,6 +148,9 @@ def _refuse_loss(
         )
     if delete_dcp and not source.is_dcp:
         problems.append(Problem("delete_dcp", f"has nothing to remove in {source.folder}."))
+    if delete_dcp and source.left_out:
+        lost = f"{len(source.left_out)} entries that are no weights ({source.left_out[0][:80]})"
+        problems.append(Problem("delete_dcp", f"would also remove {lost}.", "Leave it out."))
     if target is not None:
         problems += _target_problems(source, target, delete_dcp)
     else:

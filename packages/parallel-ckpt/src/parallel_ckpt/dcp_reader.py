@@ -211,7 +211,7 @@ def _check_cover(key: str, shape: Sequence[int], chunks: Sequence[DcpChunk]) -> 
         raise MalformedPickle(
             f"has {covered} of {math.prod(shape)} elements of {key[:200]!r} of shape {tuple(shape)}"
         )
-    if not _is_grid(shape, chunks) and not _are_disjoint(key, chunks):
+    if chunks and not _is_grid(shape, chunks) and not _are_disjoint(key, chunks):
         raise MalformedPickle(f"has overlapping chunks of {key[:200]!r}")
 
 
