@@ -17,7 +17,7 @@ from typing import Any
 from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.layout import DCP_METADATA
 from parallel_ckpt.safetensors_reader import is_file_name
-from parallel_ckpt.tensor_names import MAX_BYTES, SAFETENSORS_BY_TORCH, is_shape
+from parallel_ckpt.tensor_names import MAX_BYTES, TORCH_ITEM_BYTES, is_shape
 from parallel_ckpt.unpickling import Global, Made, MalformedPickle, Pairs, read_pickle
 
 MAX_METADATA_BYTES = 1_000_000_000
@@ -116,16 +116,10 @@ _ALLOWED = {
         for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     ),
 }
-_TORCH_DTYPES = SAFETENSORS_BY_TORCH.keys() | {
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "complex32",
-    "complex128",
-}
 
 
 def _is_allowed(module: str, name: str) -> bool:
-    return (module, name) in _ALLOWED or (module == "torch" and name in _TORCH_DTYPES)
+    return (module, name) in _ALLOWED or (module == "torch" and name in TORCH_ITEM_BYTES)
 
 
 class _Parser:
@@ -296,7 +290,7 @@ def _dtype(properties: Any) -> str:
     """The first value in the state of `TensorProperties`."""
     state = properties.state if _is_made(properties, "TensorProperties") else None
     dtype = state[0] if isinstance(state, tuple) and state else None
-    if not isinstance(dtype, Global) or dtype.name not in _TORCH_DTYPES:
+    if not isinstance(dtype, Global) or dtype.name not in TORCH_ITEM_BYTES:
         raise MalformedPickle("has a tensor of no dtype")
     return dtype.name
 

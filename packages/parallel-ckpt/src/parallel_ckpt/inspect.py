@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import struct
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
+from parallel_ckpt.dcp_reader import read_dcp
+from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.integrity import file_problems
-from parallel_ckpt.layout import RunFolder, StepFolder
+from parallel_ckpt.layout import DCP, DCP_METADATA, RunFolder, StepFolder
 from parallel_ckpt.manifest import Manifest, read_manifest
 from parallel_ckpt.resolving import resolve_checkpoint
+from parallel_ckpt.safetensors_reader import read_header
+from parallel_ckpt.tensor_names import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
 
-MAX_HEADER_BYTES = 100_000_000
-"""The same bound that the safetensors library keeps."""
+ByDtype = dict[str, tuple[int, int]]
+"""Number and bytes of tensors by dtype."""
 _PARTS = {
     "weights": ("pretrained_model/model", "pretrained_model/dcp/"),
     "optimizer": ("training_state/optimizer",),
@@ -30,8 +34,10 @@ class CheckpointInfo:
     manifest: Manifest
     bytes_by_part: dict[str, int]
     """weights, optimizer, other."""
-    tensors_by_dtype: dict[str, tuple[int, int]]
-    """Number and bytes of the safetensors weights by dtype; empty with DCP alone."""
+    tensors_by_dtype: ByDtype
+    """Number and bytes of the weights by dtype."""
+    optimizer_by_dtype: ByDtype
+    """The same of the optimizer's state."""
     problems: tuple[str, ...]
     """Files that are missing or of another size (checksums are `verify`'s)."""
 
@@ -51,10 +57,8 @@ class CheckpointInfo:
             "num_files": len(manifest.files),
             "num_bytes": manifest.num_bytes,
             "bytes_by_part": self.bytes_by_part,
-            "tensors_by_dtype": {
-                dtype: {"count": count, "num_bytes": size}
-                for dtype, (count, size) in self.tensors_by_dtype.items()
-            },
+            "tensors_by_dtype": _plain(self.tensors_by_dtype),
+            "optimizer_by_dtype": _plain(self.optimizer_by_dtype),
             "versions": dict(manifest.versions),
             "provenance": dict(manifest.provenance),
             "problems": list(self.problems),
@@ -68,17 +72,14 @@ class CheckpointInfo:
         """For people."""
         manifest = self.manifest
         parts = ", ".join(f"{name} {_size(n)}" for name, n in self.bytes_by_part.items())
-        dtypes = ", ".join(
-            f"{count} x {dtype} ({_size(n)})"
-            for dtype, (count, n) in sorted(self.tensors_by_dtype.items())
-        )
         lines = [
             f"{self.path}",
             f"  step        {manifest.step}, {manifest.samples_seen} samples seen",
             f"  topology    {manifest.topology.describe()}",
             f"  format      {manifest.checkpoint_format.value} (layout {manifest.format_version})",
             f"  size        {_size(manifest.num_bytes)} in {len(manifest.files)} files: {parts}",
-            *([f"  weights     {dtypes}"] if dtypes else []),
+            f"  weights     {_dtypes(self.tensors_by_dtype)}",
+            f"  optimizer   {_dtypes(self.optimizer_by_dtype)}",
             f"  written     {manifest.created_at}, "
             + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         ]
@@ -160,33 +161,44 @@ def _inspect_step(folder: StepFolder) -> CheckpointInfo:
         part = next((p for p, starts in _PARTS.items() if record.path.startswith(starts)), "other")
         sizes[part] += record.size_bytes
     problems = [str(problem) for problem in file_problems(folder, manifest.files, "fast")]
-    dtypes: dict[str, tuple[int, int]] = {}
-    for record in manifest.files:
-        name = Path(record.path).name
-        if record.path.startswith("pretrained_model/model") and name.endswith(".safetensors"):
-            try:
-                _count(folder.path / record.path, dtypes)
-            except (CheckpointError, OSError) as error:
-                problems.append(str(error))
-    return CheckpointInfo(folder.path, manifest, sizes, dtypes, tuple(problems))
-
-
-def _count(path: Path, dtypes: dict[str, tuple[int, int]]) -> None:
-    """Add the tensors of one safetensors file, read from its header alone."""
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else MAX_HEADER_BYTES + 1
-        if length > min(MAX_HEADER_BYTES, path.stat().st_size):
-            raise DamagedCheckpoint.of(path, "has no safetensors header.")
+    weights: ByDtype = {}
+    optimizer: ByDtype = {}
+    for path, into in ((folder.pretrained_model, weights), (folder.optimizer, optimizer)):
         try:
-            header = json.loads(file.read(length))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    first, end = entry["data_offsets"]
-                    count, size = dtypes.get(entry["dtype"], (0, 0))
-                    dtypes[entry["dtype"]] = (count + 1, size + int(end) - int(first))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpoint.of(path, f"has a damaged header: {error}.") from error
+            into.update(_by_dtype(path))
+        except (CheckpointError, OSError) as error:
+            problems.append(str(error))
+    return CheckpointInfo(folder.path, manifest, sizes, weights, optimizer, tuple(problems))
+
+
+def _by_dtype(folder: Path) -> ByDtype:
+    """Number and bytes of the tensors of a folder, from headers or DCP metadata alone."""
+    found: ByDtype = {}
+    for dtype, num_bytes in _tensors(folder):
+        count, size = found.get(dtype, (0, 0))
+        found[dtype] = (count + 1, size + num_bytes)
+    return found
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
+    files = sorted(folder.glob("model*.safetensors"))
+    for file in files:
+        for entry in read_header(file).tensors.values():
+            yield entry.dtype, entry.num_bytes
+    dcp = folder if (folder / DCP_METADATA).is_file() else folder / DCP
+    if not files and (dcp / DCP_METADATA).is_file():
+        for tensor in read_dcp(dcp).tensors.values():
+            name = SAFETENSORS_BY_TORCH.get(tensor.dtype, tensor.dtype)
+            yield name, math.prod(tensor.shape) * TORCH_ITEM_BYTES[tensor.dtype]
+
+
+def _plain(by_dtype: ByDtype) -> dict[str, dict[str, int]]:
+    return {dtype: {"count": count, "num_bytes": size} for dtype, (count, size) in by_dtype.items()}
+
+
+def _dtypes(by_dtype: ByDtype) -> str:
+    parts = [f"{count} x {dtype} ({_size(n)})" for dtype, (count, n) in sorted(by_dtype.items())]
+    return ", ".join(parts) or "no tensors"
 
 
 def _size(num_bytes: int) -> str:

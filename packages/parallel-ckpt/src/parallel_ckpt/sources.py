@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import os
-import pickle
-from collections import OrderedDict
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint import filesystem, metadata
 
+from parallel_ckpt.dcp_reader import DcpChunk, read_dcp
 from parallel_ckpt.dtypes import TORCH_DTYPES
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_ckpt.layout import DCP_METADATA
 from parallel_ckpt.shards import Shard, narrow, overlap
-from parallel_ckpt.stored import Stored, relative_files, volume
+from parallel_ckpt.stored import Stored, volume
+from parallel_ckpt.stored_items import MalformedItem, find_payload
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -71,26 +68,18 @@ class SafetensorsSource:
 
 
 class DcpSource:
-    """A folder in torch's distributed checkpoint format, keyed by FQN."""
+    """A folder in torch's distributed checkpoint format, by FQN; nothing in it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._metadata = _read_metadata(folder / DCP_METADATA)
-        entries = self._metadata.state_dict_metadata
-        tensors = {
-            key: entry
-            for key, entry in entries.items()
-            if isinstance(entry, metadata.TensorStorageMetadata)
-        }
+        self._stored = read_dcp(folder)
+        if self._stored.objects:
+            raise DamagedCheckpoint.of(
+                folder, f"holds pickled objects, which are never read: {self._stored.objects[:3]}."
+            )
         self._tensors = {
-            key: Stored(tuple(entry.size), entry.properties.dtype) for key, entry in tensors.items()
+            key: Stored(tensor.shape, getattr(torch, tensor.dtype))
+            for key, tensor in self._stored.tensors.items()
         }
-        self._chunks = {key: entry.chunks for key, entry in tensors.items()}
-        foreign = sorted(set(entries) - set(self._tensors))
-        if foreign:
-            raise DamagedCheckpoint.of(folder, f"holds pickled objects: {foreign[:3]}.")
-        names = {info.relative_path for info in self._metadata.storage_data.values()}
-        self._files = relative_files(folder, names)
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
@@ -100,7 +89,7 @@ class DcpSource:
     def fill(self, key: str, target: Shard) -> int:
         """See `Source`."""
         count = 0
-        for chunk in self._chunks[key]:
+        for chunk in self._stored.tensors[key].chunks:
             box = overlap((target.offsets, target.sizes), (chunk.offsets, chunk.sizes))
             if box is None:
                 continue
@@ -109,62 +98,26 @@ class DcpSource:
             count += volume(box)
         return count
 
-    def _read(self, key: str, chunk: metadata.ChunkStorageMetadata) -> torch.Tensor:
-        info = self._metadata.storage_data[metadata.MetadataIndex(key, chunk.offsets)]
-        path = self._files[info.relative_path]
+    def _read(self, key: str, chunk: DcpChunk) -> torch.Tensor:
+        path = self._stored.folder / chunk.file
         try:
-            with path.open("rb") as file:
-                if info.offset + info.length > os.fstat(file.fileno()).st_size:
-                    raise EOFError("the file is shorter than .metadata says")
-                data = os.pread(file.fileno(), info.length, info.offset)
-            tensor: torch.Tensor = torch.load(
-                io.BytesIO(data), map_location="cpu", weights_only=True
-            )
-        except Exception as error:  # torch.load raises a dozen kinds for damaged bytes
+            with path.open("rb", buffering=0) as file:
+                payload = find_payload(file.fileno(), chunk, self._stored.tensors[key].dtype)
+                data = bytearray(payload.num_bytes)
+                file.seek(payload.begin)
+                _read_into(file, memoryview(data))
+        except (OSError, MalformedItem) as error:
             raise DamagedCheckpoint.of(path, f"cannot be read at {key}: {error}.") from error
-        if tuple(tensor.shape) != tuple(chunk.sizes):
-            raise DamagedCheckpoint.of(path, f"holds another shape for {key} than .metadata says.")
-        return tensor
+        flat = torch.frombuffer(data, dtype=self._tensors[key].dtype)
+        if payload.strides is None:
+            return flat.reshape(chunk.sizes)
+        return flat.as_strided(chunk.sizes, payload.strides, payload.first)
 
 
-_ALLOWED = {
-    ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
-    for name in (
-        "Metadata",
-        "MetadataIndex",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "BytesStorageMetadata",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    )
-} | {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("collections", "OrderedDict"): OrderedDict,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[(module, name)]
-        if module == "pathlib" and name in ("Path", "PosixPath", "PurePosixPath"):
-            return lambda *parts: "/".join(parts)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout):
-            return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda text: torch.strided
-        raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint needs")
-
-
-def _read_metadata(path: Path) -> metadata.Metadata:
-    try:
-        with path.open("rb") as file:
-            document = _Unpickler(file).load()
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError) as error:
-        raise DamagedCheckpoint.of(path, f"cannot be read: {error}.") from error
-    if not isinstance(document, metadata.Metadata):
-        raise DamagedCheckpoint.of(path, "is no DCP metadata.")
-    return document
+def _read_into(file: FileIO, data: memoryview) -> None:
+    filled = 0
+    while filled < len(data):
+        count = file.readinto(data[filled:])
+        if not count:
+            raise MalformedItem("the file ends within the tensor")
+        filled += count

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -137,15 +136,3 @@ def _shortened(problems: list[Problem], where: str) -> list[Problem]:
 def volume(box: list[tuple[int, int]]) -> int:
     """Number of elements of a box of (start, length) per dim."""
     return math.prod(length for _, length in box)
-
-
-def relative_files(folder: Path, names: set[str]) -> dict[str, Path]:
-    """Paths of files directly in `folder`, by name.
-
-    Raises:
-        DamagedCheckpoint: a name would lead elsewhere.
-    """
-    for name in names:
-        if Path(name).name != name or name in ("", ".", ".."):
-            raise DamagedCheckpoint.of(folder, f"names {name!r}, which is no file in it.")
-    return {name: folder / name for name in names}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel_ckpt.dcp_reader import DcpChunk
-from parallel_ckpt.tensor_names import ITEM_BYTES, SAFETENSORS_BY_TORCH
+from parallel_ckpt.tensor_names import TORCH_ITEM_BYTES
 from parallel_ckpt.unpickling import Global, Made, MalformedPickle, Persistent, read_pickle
 
 MAX_RECORDS = 64
@@ -177,6 +177,7 @@ _STORAGES: Mapping[str, str] = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
 }
 _CALLS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 
@@ -184,7 +185,7 @@ _CALLS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 def _is_allowed(module: str, name: str) -> bool:
     return (
         (module == "torch._utils" and name in _CALLS)
-        or (module == "torch" and (name in _STORAGES or name in SAFETENSORS_BY_TORCH))
+        or (module == "torch" and (name in _STORAGES or name in TORCH_ITEM_BYTES))
         or (module, name) == ("torch.storage", "UntypedStorage")
         or (module, name) == ("collections", "OrderedDict")
     )
@@ -221,7 +222,7 @@ def _payload(
             f"holds {tensor.dtype} {tensor.shape} where .metadata says {dtype} {chunk.sizes}"
         )
     record = records.get(f"data/{tensor.storage}")
-    item = ITEM_BYTES[SAFETENSORS_BY_TORCH[dtype]]
+    item = TORCH_ITEM_BYTES[dtype]
     needed = item * math.prod(tensor.shape)
     if record is not None and _is_in_order(tensor) and record.num_bytes == needed:
         return Payload(record.begin, needed, record.crc32, None, 0)

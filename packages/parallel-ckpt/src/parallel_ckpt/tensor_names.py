@@ -45,6 +45,15 @@ SAFETENSORS_BY_TORCH: Mapping[str, str] = {
 }
 """Names in safetensors files by names in torch."""
 
+TORCH_ITEM_BYTES: Mapping[str, int] = {
+    **{name: ITEM_BYTES[stored] for name, stored in SAFETENSORS_BY_TORCH.items()},
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "complex32": 4,
+    "complex128": 16,
+}
+"""Bytes of one element by the dtype's name in torch: what DCP can hold."""
+
 MAX_DIMS = 32
 MAX_BYTES = 2**62
 """More than any file system holds; products beyond it come from damaged or crafted numbers."""
