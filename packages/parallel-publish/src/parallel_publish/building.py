@@ -29,7 +29,7 @@ def parameters_on_meta() -> Iterator[None]:
         if param is not None and not param.is_meta:
             self._parameters[name] = _twin(param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -222,7 +222,9 @@ def _push(folder: StepFolder, target: Target, on_note: Callable[[str], None]) ->
 
 def _pin(folder: StepFolder) -> Path:
     """A copy of a checkpoint's tree under a hidden name, by hard links where they are to be had."""
-    pinned = folder.path.with_name(f".push-{folder.path.name}-{uuid.uuid4().hex[:12]}")
+    run = RunFolder(folder.path.parent.parent)
+    # Under the name of a save under way: if this process dies, the next start clears it.
+    pinned = run.hidden(int(folder.path.name), TEMPORARY, uuid.uuid4().hex[:12])
     try:
         shutil.copytree(folder.path, pinned, copy_function=_link)
     except BaseException:

@@ -324,6 +324,8 @@ def _in_short(error: BaseException) -> str:
         return f"HTTP {status} ({_MEANING.get(status, 'refused')})"
     if isinstance(error, TimeoutError):
         return str(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no details'}".rstrip(".")
 

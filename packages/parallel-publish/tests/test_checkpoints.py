@@ -1,0 +1,203 @@
+"""Whole checkpoints to the Hub and back: in the background, by number, only complete ones."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel_ckpt import (
+    CheckpointNotFound,
+    CheckpointSaver,
+    DamagedCheckpoint,
+    read_start,
+    restore,
+)
+from parallel_config import CheckpointFormat, Topology
+from parallel_publish import (
+    CheckpointPusher,
+    PublishError,
+    fetch_checkpoint,
+    fetch_on_main,
+    newest_on_hub,
+    push_checkpoint_to_hub,
+)
+from parallel_publish.hub import Target
+from parallel_testing.hub import Blob, Fault
+from parallel_testing.models import TinyModel
+from parallel_testing.ranks import run_ranks
+
+X = torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+def _trained(seed=0):
+    model = TinyModel(seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer
+
+
+def _update(model, optimizer):
+    model(X).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints whose names sort otherwise than their numbers."""
+    model, optimizer = _trained()
+    saver = CheckpointSaver(
+        tmp_path / "run",
+        topology=Topology(),
+        checkpoint_format=CheckpointFormat.SAFETENSORS_DCP,
+    )
+    with saver:
+        for step in (999_999, 1_000_000):
+            _update(model, optimizer)
+            saver.save(step=step, samples_seen=2 * step, model=model, optimizer=optimizer)
+    return tmp_path / "run", model, optimizer
+
+
+def _push_all(run, target):
+    for name in ("999999", "1000000"):
+        push_checkpoint_to_hub(run / "checkpoints" / name, target)
+
+
+def test_what_comes_back_resumes_bit_for_bit(hub, target, run, tmp_path):
+    folder, model, optimizer = run
+    hub.create("user/model", private=True)
+    _push_all(folder, target)
+    assert hub.commits("user/model") == ["Checkpoint of step 999999", "Checkpoint of step 1000000"]
+    assert newest_on_hub(target) == (1_000_000, [])
+    path = fetch_checkpoint(target, tmp_path / "elsewhere")
+    assert path == tmp_path / "elsewhere" / "checkpoints" / "1000000"
+    assert [p.name for p in path.parent.iterdir()] == ["1000000"]
+    again, its_optimizer = _trained(seed=9)
+    start = read_start(path, topology=Topology())
+    restore(path, again, its_optimizer)
+    assert start.samples_seen == 2_000_000
+    _update(model, optimizer)
+    _update(again, its_optimizer)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
+
+
+def test_fetching_again_fetches_nothing(hub, target, run, tmp_path):
+    hub.create("user/model")
+    _push_all(run[0], target)
+    fetch_checkpoint(target, tmp_path / "elsewhere")
+    before = len(hub.requests_to("/resolve/.*safetensors", "GET"))
+    fetch_checkpoint(target, tmp_path / "elsewhere")
+    assert len(hub.requests_to("/resolve/.*safetensors", "GET")) == before
+
+
+def test_a_checkpoint_that_is_not_whole_is_passed_over(hub, target, run, tmp_path):
+    repo = hub.create("user/model")
+    _push_all(run[0], target)
+    files = dict(repo.at("main").files)
+    del files["checkpoints/1000000/training_state/training_step.json"]
+    files["checkpoints/2000000/training_state/data.json"] = Blob(b"{}", False)
+    files["checkpoints/0777/manifest.json"] = Blob(b"{}", False)
+    repo.commit("somebody tidied up", files)
+    step, skipped = newest_on_hub(target)
+    assert step == 999_999
+    assert skipped == [
+        "user/model: checkpoint 1000000 lacks training_state/training_step.json as its manifest "
+        "lists it"
+    ]
+    assert fetch_checkpoint(target, tmp_path / "elsewhere").name == "999999"
+
+
+def test_a_flipped_bit_on_the_hub_is_found(hub, target, run, tmp_path):
+    repo = hub.create("user/model")
+    _push_all(run[0], target)
+    files = dict(repo.at("main").files)
+    name = "checkpoints/1000000/pretrained_model/model.safetensors"
+    data = bytearray(files[name].data)
+    data[-1] ^= 1
+    files[name] = Blob(bytes(data), True)
+    repo.commit("bad disk", files)
+    with pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has checksum"):
+        fetch_checkpoint(target, tmp_path / "elsewhere")
+    assert list((tmp_path / "elsewhere" / "checkpoints").iterdir()) == []
+
+
+def test_a_manifest_cannot_lead_out_of_the_folder(hub, target, run, tmp_path):
+    repo = hub.create("user/model")
+    _push_all(run[0], target)
+    files = dict(repo.at("main").files)
+    name = "checkpoints/1000000/manifest.json"
+    manifest = json.loads(files[name].data)
+    manifest["files"][0]["path"] = "../../../evil"
+    files[name] = Blob(json.dumps(manifest).encode(), False)
+    repo.commit("evil", files)
+    step, skipped = newest_on_hub(target)
+    assert step == 999_999
+    assert "must stay in the checkpoint" in skipped[0]
+
+
+def test_nothing_there(hub, target, tmp_path):
+    hub.create("user/model")
+    with pytest.raises(CheckpointNotFound, match="holds no complete checkpoint"):
+        fetch_checkpoint(target, tmp_path)
+    with pytest.raises(PublishError, match="HTTP 404"):
+        fetch_checkpoint(replace(target, repo_id="user/other"), tmp_path)
+
+
+def test_pushing_blocks_nobody_and_survives_retention(hub, target, run):
+    hub.create("user/model")
+    hub.faults.append(Fault("/preupload/", delay_s=1.0))
+    notes = []
+    pusher = CheckpointPusher(target, on_note=notes.append)
+    began = time.monotonic()
+    for name in ("999999", "1000000"):
+        pusher.push(run[0] / "checkpoints" / name)
+    assert time.monotonic() - began < 0.5
+    shutil.rmtree(run[0] / "checkpoints" / "999999")
+    results = pusher.close()
+    assert [push.step for push in results] == [999_999, 1_000_000]
+    assert all(push.commit_url for push in results)
+    assert newest_on_hub(target)[0] == 1_000_000
+    assert "checkpoints/999999/manifest.json" in hub.files("user/model")
+    assert sorted(p.name for p in (run[0] / "checkpoints").iterdir()) == ["1000000", "last"]
+
+
+def test_failed_pushes_are_told_and_stop_nothing(hub, target, run):
+    hub.create("user/model")
+    hub.faults.append(Fault("/commit/", status=403))
+    notes = []
+    pusher = CheckpointPusher(target, on_note=notes.append)
+    pusher.push(run[0] / "checkpoints" / "999999")
+    pusher.push(run[0] / "nothing")
+    pusher.push(run[0] / "checkpoints" / "1000000")
+    results = pusher.close()
+    assert sorted(push.step for push in results if push.commit_url) == [1_000_000]
+    failed = [push for push in results if push.error]
+    assert len(failed) == 2
+    assert any("HTTP 403" in push.error and "999999" in push.retry for push in failed)
+    assert sum("not pushed" in line for line in notes) == 2
+
+
+def test_what_takes_too_long_is_told_at_the_end(hub, target, run):
+    hub.create("user/model")
+    hub.faults.append(Fault("/preupload/", delay_s=1.5))
+    pusher = CheckpointPusher(target, on_note=lambda line: None)
+    pusher.push(run[0] / "checkpoints" / "999999")
+    results = pusher.close(timeout_s=0.2)
+    assert [push.error for push in results] == ["was still being pushed after 0 s"]
+    while hub.commits("user/model") == []:
+        time.sleep(0.05)
+
+
+def _fetch(folder):
+    return fetch_on_main(Target(repo_id="user/model"), folder).name
+
+
+def test_ranks_fetch_together(hub, target, run, tmp_path):
+    hub.create("user/model")
+    _push_all(run[0], target)
+    results = run_ranks(_fetch, 2, tmp_path / "elsewhere", env=hub.environment)
+    assert results == ["1000000", "1000000"]

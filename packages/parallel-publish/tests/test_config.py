@@ -1,0 +1,42 @@
+"""The publish section of a config: checked at once, and read without torch or the client."""
+
+import subprocess
+import sys
+
+import pytest
+
+from parallel_config import ConfigError
+from parallel_publish import PublishConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"enable": True}, "publish.repo_id is missing. Use --publish.repo_id"),
+        ({"push_checkpoints": True}, "publish.repo_id is missing"),
+        ({"repo_id": "name"}, "no name on the Hub"),
+        ({"repo_id": "user/na me"}, "no name on the Hub"),
+        ({"repo_id": "user/a--b"}, "no name on the Hub"),
+        ({"license": "apache"}, "Did you mean"),
+        ({"base_model": "/data/model"}, "a path means nothing to a reader"),
+        ({"tags": ("",)}, "which is no tag"),
+    ],
+)
+def test_wrong_fields(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        PublishConfig(**fields)
+
+
+def test_right_fields():
+    config = PublishConfig(enable=True, repo_id="user/my_model-1.0", license="apache-2.0")
+    assert config.wants_hub
+    assert not PublishConfig().wants_hub
+
+
+def test_reading_it_imports_neither_torch_nor_the_client():
+    code = (
+        "import sys; from parallel_publish import PublishConfig; PublishConfig(); "
+        "print([m for m in ('torch', 'huggingface_hub', 'parallel_ckpt') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

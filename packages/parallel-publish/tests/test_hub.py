@@ -1,0 +1,172 @@
+"""Conversations with the Hub: checked first, one commit, tried again only where that helps."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from parallel_publish.errors import PublishError
+from parallel_publish.hub import Target, download, list_files, preflight, publish_files
+from parallel_publish.retry import RetryPolicy
+from parallel_testing.hub import Fault
+
+COMMIT = r"/api/models/.*/commit/"
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(5000))
+    return {name: tmp_path / name for name in ("config.json", "model.safetensors")}
+
+
+def _send(target, files, **options):
+    notes = []
+    url = publish_files(target, files, message="Publish", on_note=notes.append, **options)
+    return url, notes
+
+
+def test_preflight_makes_the_repository_and_the_branch(hub, target):
+    preflight(replace(target, revision="v2", private=True), card="---\ntags:\n- robot\n---\n# x\n")
+    assert hub.repos["user/model"].private
+    assert "v2" in hub.repos["user/model"].refs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token": "hf_test_reader"}, "may only read"),
+        ({"token": "hf_nobody"}, r"HTTP 401 .*Run `hf auth login`"),
+        ({"repo_id": "stranger/model"}, "belongs to neither 'user' nor an organization"),
+        ({"private": True}, "exists and is public"),
+    ],
+)
+def test_preflight_says_what_to_change(hub, target, change, message):
+    hub.create("user/model")
+    with pytest.raises(PublishError, match=message):
+        preflight(replace(target, **change))
+    assert hub.commits("user/model") == []
+
+
+def test_preflight_wants_a_token(hub, target, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(PublishError, match="token is missing"):
+        preflight(replace(target, token=None))
+
+
+def test_preflight_finds_a_bad_card(hub, target):
+    with pytest.raises(PublishError, match="model card is refused by the Hub"):
+        preflight(target, card="---\ntags:\n- null\n---\n")
+
+
+def test_offline_is_said_at_once(hub, target, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PublishError, match="HF_HUB_OFFLINE is set"):
+        preflight(target)
+    assert hub.requests == []
+
+
+def test_one_commit_holds_everything_and_replaces_what_is_stale(hub, target, files):
+    repo = hub.create("user/model")
+    from parallel_testing.hub import Blob
+
+    old = {"model-00001-of-00002.safetensors": Blob(b"x", True), "notes.txt": Blob(b"mine", False)}
+    repo.commit("before", old)
+    _send(target, files, replaces=lambda path: path.startswith("model-"))
+    assert hub.commits("user/model") == ["before", "Publish"]
+    assert set(hub.files("user/model")) == {"config.json", "model.safetensors", "notes.txt"}
+    assert hub.files("user/model")["model.safetensors"] == bytes(5000)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(COMMIT, status=500),
+        Fault(COMMIT, status=503, times=2),
+        Fault(COMMIT, drop=True),
+        Fault(COMMIT, status=412),
+        Fault(r"^/lfs/[0-9a-f]+$", "PUT", status=503),
+    ],
+    ids=["500", "503-twice", "dropped", "412", "lfs-503"],
+)
+def test_what_may_pass_is_tried_again(hub, target, files, fault):
+    hub.create("user/model")
+    hub.faults.append(fault)
+    _send(target, files)
+    assert hub.commits("user/model") == ["Publish"]
+    assert fault.times == 0
+
+
+@pytest.mark.parametrize("how", [{"status": 500}, {"drop": True}], ids=["500", "dropped"])
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub, target, files, how):
+    hub.create("user/model")
+    hub.faults.append(Fault(COMMIT, after=True, **how))
+    url, notes = _send(target, files)
+    assert hub.commits("user/model") == ["Publish"]
+    assert hub.repos["user/model"].refs["main"] in url
+    assert len(notes) == 1
+
+
+def test_retry_after_is_obeyed(hub, target, files):
+    hub.create("user/model")
+    hub.faults.append(Fault(COMMIT, status=429, headers={"Retry-After": "1"}))
+    began = time.monotonic()
+    _, notes = _send(target, files)
+    assert time.monotonic() - began >= 1
+    assert "HTTP 429 (too many requests); attempt 2 of 5 in 1.0 s" in notes[0]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409])
+def test_what_will_not_pass_is_not_tried_again(hub, target, files, status):
+    hub.create("user/model")
+    hub.faults.append(Fault(COMMIT, status=status, times=9))
+    with pytest.raises(PublishError, match=rf"cannot be written at .*HTTP {status}"):
+        _send(target, files)
+    assert len(hub.requests_to(COMMIT)) == 1
+
+
+def test_it_gives_up_in_the_end_and_names_the_last_answer(hub, target, files):
+    hub.create("user/model")
+    hub.faults.append(Fault(COMMIT, status=500, times=99))
+    with pytest.raises(PublishError, match=r"HTTP 500 \(the server failed\)"):
+        _send(target, files)
+    assert len(hub.requests_to(COMMIT)) == 5
+
+
+def test_a_server_that_does_not_answer_holds_nobody_for_long(hub, target, files):
+    hub.create("user/model")
+    hub.faults.append(Fault(COMMIT, delay_s=2.0))
+    began = time.monotonic()
+    with pytest.raises(PublishError, match="no answer within 1 s"):
+        _send(replace(target, retry=RetryPolicy(timeout_s=1.0)), files)
+    assert time.monotonic() - began < 2
+
+
+def test_nobody_listens(hub, monkeypatch, files):
+    from parallel_testing.ranks import free_port
+
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    target = Target(
+        repo_id="user/model", token=hub.token, retry=RetryPolicy(attempts=2, base_s=0.01)
+    )
+    with pytest.raises(PublishError, match="ConnectError"):
+        _send(target, files)
+
+
+def test_download_brings_back_what_was_sent(hub, target, files, tmp_path):
+    hub.create("user/model", private=True)
+    _send(target, files)
+    assert {(file.path, file.size_bytes) for file in list_files(target)} == {
+        ("config.json", 2),
+        ("model.safetensors", 5000),
+    }
+    folder = download(target, allow=["*.safetensors"])
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    with pytest.raises(PublishError, match="HTTP 404"):
+        download(replace(target, token="hf_test_stranger"), into=tmp_path / "other")
+
+
+def test_a_token_is_never_shown(hub, target):
+    assert hub.token not in repr(target)
