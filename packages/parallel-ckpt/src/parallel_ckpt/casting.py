@@ -45,9 +45,15 @@ def _fp32_to_bf16(numbers: NDArray[np.float32]) -> NDArray[np.uint16]:
     import numpy as np
 
     bits = numbers.view("<u4")
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    # Rounding up the bits of a NaN could make it an infinity.
-    return np.where(np.isnan(numbers), np.uint32(0x7FC0), rounded).astype("<u2")
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    result = rounded.view("<u2")[1::2].copy()
+    is_nan = np.isnan(numbers)
+    if is_nan.any():
+        result[is_nan] = 0x7FC0  # Rounding up the bits of a NaN could make it an infinity.
+    return result
 
 
 def _bytes(array: NDArray[np.generic]) -> memoryview:

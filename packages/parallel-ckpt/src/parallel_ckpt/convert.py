@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -264,13 +265,14 @@ def _write_checked(
 
 
 def _ticker(total: int, progress: Progress | None) -> Tick:
-    done = 0
+    done, lock = 0, threading.Lock()
 
     def tick(num_bytes: int) -> None:
         nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress(done, total)
+        with lock:
+            done += num_bytes
+            if progress is not None:
+                progress(done, total)
 
     return tick
 

@@ -1,16 +1,18 @@
 """Bytes of tensors from source files into new files, hashed on the way and read back once.
 
-Each source file is read once, front to back, in blocks of a few megabytes; each block is written
-where it belongs. Tensors that are cut along another dim than 0 are put together afterwards, one at
-a time in memory.
+Each source file is read once, front to back, in blocks of a megabyte; each block is written where
+it belongs. Two files pass at a time, so that checksums and disk wait less for each other. Tensors
+that are cut along another dim than 0 are put together afterwards, one at a time in memory.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,9 @@ from parallel_ckpt.hashing import new_hasher
 from parallel_ckpt.safetensors_reader import read_header
 from parallel_ckpt.tensor_names import ITEM_BYTES, num_bytes
 
-BLOCK_BYTES = 4 << 20
-"""Read at a time; a multiple of every item size."""
+BLOCK_BYTES = 1 << 20
+"""Read at a time; a multiple of every item size, and small enough to stay in a core's cache."""
+THREADS = 2
 
 Tick = Callable[[int], None]
 """Hears of bytes that are done."""
@@ -54,10 +57,13 @@ def write_files(
     """
     with ExitStack() as stack:
         targets = {file.name: stack.enter_context(_created(folder, file)) for file in files}
-        written: list[Written] = []
         raw: dict[Piece, str] = {}
-        for path, jobs in _by_source(files).items():
-            written += _pass_file(path, jobs, checksums.get(path), targets, raw, tick)
+        passing = stack.enter_context(ThreadPoolExecutor(THREADS))
+        passes = [
+            passing.submit(_pass_file, path, jobs, checksums.get(path), targets, raw, tick)
+            for path, jobs in _by_source(files).items()
+        ]
+        written = [span for spans in _results(passes) for span in spans]
         for tensor in (tensor for file in files for tensor in file.tensors):
             if not tensor.source.is_streamable:
                 written.append(_write_whole(tensor, targets[tensor.file], raw))
@@ -75,6 +81,16 @@ def read_back(
         CheckpointError: the disk returns something else than was written.
     """
     return {file.name: _read_back(folder / file.name, file, written, tick) for file in files}
+
+
+def _results(passes: Sequence[Future[list[Written]]]) -> list[list[Written]]:
+    """Of all of them; the first error stops those that have not begun."""
+    try:
+        return [running.result() for running in passes]
+    except BaseException:
+        for waiting in passes:
+            waiting.cancel()
+        raise
 
 
 Job = tuple[Piece, OutputTensor]
@@ -96,8 +112,9 @@ def _pass_file(
     targets: Mapping[str, int],
     raw: dict[Piece, str],
     tick: Tick,
-) -> Iterator[Written]:
+) -> list[Written]:
     """Read a source file front to back; without a checksum, only the tensors in it."""
+    written: list[Written] = []
     whole = new_hasher()
     hear = whole.update if checksum is not None else _ignore
     with _reading(path) as source:
@@ -106,7 +123,8 @@ def _pass_file(
             if checksum is not None:
                 _pass_over(source, path, at, piece.begin, hear)
             if tensor.source.is_streamable:
-                yield _pass_piece(source, piece, tensor, targets[tensor.file], hear, checksum, tick)
+                target = targets[tensor.file]
+                written.append(_pass_piece(source, piece, tensor, target, hear, checksum, tick))
             else:
                 raw[piece] = _hash_piece(source, piece, hear, checksum, tick)
             at = piece.begin + piece.num_bytes
@@ -116,6 +134,7 @@ def _pass_file(
         raise DamagedCheckpoint.of(
             path, f"has checksum {whole.hexdigest()}; {checksum} was committed."
         )
+    return written
 
 
 def _pass_piece(
@@ -287,9 +306,19 @@ def _reserve(descriptor: int, file: OutputFile, folder: Path) -> None:
         os.ftruncate(descriptor, file.size_bytes)
 
 
+_OF_THREAD = threading.local()
+
+
+def _buffer() -> memoryview:
+    """The one buffer of this thread: taking fresh memory for each piece costs more than reading."""
+    if not hasattr(_OF_THREAD, "buffer"):
+        _OF_THREAD.buffer = memoryview(bytearray(BLOCK_BYTES))
+    return _OF_THREAD.buffer  # type: ignore[no-any-return]
+
+
 def _blocks(source: int, path: Path, begin: int, length: int) -> Iterator[memoryview]:
     """Consecutive blocks of a file; each is valid until the next one is asked for."""
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, length)))
+    buffer = _buffer()
     at, end = begin, begin + length
     while at < end:
         block = buffer[: min(len(buffer), end - at)]
