@@ -15,7 +15,7 @@ from parallel_testing.leaks import no_leaks  # noqa: F401
 
 ranks._PRELOAD.extend(
     name
-    for name in ("torch.distributed.fsdp", "parallel_publish.publishing", "huggingface_hub.hf_api")
+    for name in ("torch.distributed.fsdp", "parallel_publish.publishing")
     if name not in ranks._PRELOAD
 )
 
@@ -32,6 +32,10 @@ def hub(monkeypatch, tmp_path):
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with HubServer() as server:
+        # The client reads these once, when imported; newer ones also ask for the endpoint.
+        files = f"{server.endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))

@@ -139,6 +139,14 @@ def test_a_manifest_cannot_lead_out_of_the_folder(hub, target, run, tmp_path):
     assert "must stay in the checkpoint" in skipped[0]
 
 
+def test_a_hub_out_of_reach_does_not_make_an_older_checkpoint_the_newest(hub, target, run):
+    hub.create("user/model")
+    _push_all(run[0], target)
+    hub.faults.append(Fault(r"/resolve/.*/checkpoints/1000000/manifest\.json", status=403, times=9))
+    with pytest.raises(PublishError, match="cannot be read"):
+        newest_on_hub(target)
+
+
 def test_nothing_there(hub, target, tmp_path):
     hub.create("user/model")
     with pytest.raises(CheckpointNotFound, match="holds no complete checkpoint"):

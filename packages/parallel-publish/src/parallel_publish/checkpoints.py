@@ -252,7 +252,7 @@ def _incomplete(target: Target, step: int, files: Sequence[RemoteFile]) -> str |
     sizes = {file.path: file.size_bytes for file in files}
     try:
         manifest = _remote_manifest(target, prefix + MANIFEST)
-    except ConfigError as error:
+    except (CheckpointNotFound, DamagedCheckpoint) as error:  # not: the Hub is out of reach
         return f"has no readable manifest: {error}"
     if manifest.step != step:
         return f"holds the manifest of step {manifest.step}"
