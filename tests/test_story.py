@@ -226,3 +226,33 @@ def test_a_full_disk_is_told_in_one_line_and_costs_no_checkpoint(ptrain, small):
     assert "Traceback" not in done.stderr
     assert "intact" in ptrain("verify", "run")
     assert "(step 2)" in ptrain("resume", "run", "--steps", 4)
+
+
+def test_from_shards_to_a_model_that_can_be_shared(ptrain, small):
+    flags = [*small, "--batch_size", 4, "--steps", 2, "--checkpoint_format", "dcp"]
+    ptrain(
+        "train", *flags, "--output_dir", "run", "--parallelism.dp_shard", 2, "--nproc_per_node", 2
+    )
+    # A launcher's variables do not make the converter wait for peers.
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert "read back and compared" in ptrain("convert", "run", "--output", "model", env=env)
+    assert (ptrain.folder / "model/model.safetensors").is_file()
+    text = ptrain("publish", "run", "--repo_id", "user/name", "--dry_run")
+    assert "would publish" in text
+    assert "model.safetensors" in text
+    assert "repo_id" in ptrain("publish", "run", "--repo_id", "bad//name", "--dry_run", code=2)
+
+
+def test_a_plan_needs_no_ranks(ptrain):
+    plan = json.loads(
+        ptrain(
+            "plan", "--policy.type", "wam", "--policy.preset", "6b", "--world_size", 64,
+            "--parallelism.dp_replicate", 8, "--parallelism.dp_shard", 8, "--json",
+        )
+    )  # fmt: skip
+    assert (plan["kind"], plan["world_size"]) == ("hsdp", 64)
+    assert plan["num_params"] > 5.5e9
+    assert plan["param_bytes"] < 4 * plan["num_params"] / 8 * 1.1
+    assert "makes 2, but this launch has 3 ranks" in ptrain(
+        "plan", "--world_size", 3, "--parallelism.dp_shard", 2, code=2
+    )

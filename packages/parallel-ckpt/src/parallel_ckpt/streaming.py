@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from parallel_ckpt.tensor_names import ITEM_BYTES, num_bytes
 BLOCK_BYTES = 1 << 20
 """Read at a time; a multiple of every item size, and small enough to stay in a core's cache."""
 THREADS = 2
+FLUSH_S = 0.1
+"""Between two flushes while files pass, so that the disk works meanwhile and not only at the end."""
 
 Tick = Callable[[int], None]
 """Hears of bytes that are done."""
@@ -63,6 +65,11 @@ def write_files(
             passing.submit(_pass_file, path, jobs, checksums.get(path), targets, raw, tick)
             for path, jobs in _by_source(files).items()
         ]
+        while wait(passes, timeout=FLUSH_S, return_when=FIRST_EXCEPTION).not_done:
+            if any(running.done() and running.exception() for running in passes):
+                break
+            for target in targets.values():
+                os.fdatasync(target)
         written = [span for spans in _results(passes) for span in spans]
         for tensor in (tensor for file in files for tensor in file.tensors):
             if not tensor.source.is_streamable:

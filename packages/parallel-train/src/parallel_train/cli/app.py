@@ -17,6 +17,7 @@ RUNNERS = {
     "inspect": "parallel_train.cli.offline",
     "verify": "parallel_train.cli.offline",
     "convert": "parallel_train.cli.offline",
+    "publish": "parallel_train.cli.publishing",
     "evaluate": "parallel_train.cli.evaluating",
     "doctor": "parallel_train.cli.doctor",
 }

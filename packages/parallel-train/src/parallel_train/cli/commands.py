@@ -132,6 +132,32 @@ class ConvertCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PublishCommand:
+    """Publish a checkpoint's model to the Hugging Face Hub, in one commit."""
+
+    path: Positional[str]
+    """A checkpoint, a run folder, or the bundle that an earlier try has kept."""
+    repo_id: str
+    """Where to: user/name."""
+    private: bool = False
+    """Keep the repository private."""
+    revision: str | None = None
+    """Branch to commit to; None is main."""
+    license: str | None = None
+    """Identifier of the licence in the model card, such as apache-2.0."""
+    tags: tuple[str, ...] = ()
+    """Further tags of the model card."""
+    base_model: str | None = None
+    """Model on the Hub that this one was trained from, as user/name."""
+    dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
+    """Dtype of the published floating-point weights."""
+    max_shard_size: str = "5GB"
+    """Largest file; bigger models are split with an index."""
+    dry_run: bool = False
+    """Build and check everything here, send nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
     """Say what this machine can run, and what is missing."""
 

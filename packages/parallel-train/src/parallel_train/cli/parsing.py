@@ -20,6 +20,7 @@ from parallel_train.cli.commands import (
     EvaluateCommand,
     InspectCommand,
     PlanCommand,
+    PublishCommand,
     ResumeCommand,
     TrainCommand,
     VerifyCommand,
@@ -34,6 +35,7 @@ COMMANDS: dict[str, type[Any]] = {
     "inspect": InspectCommand,
     "verify": VerifyCommand,
     "convert": ConvertCommand,
+    "publish": PublishCommand,
     "evaluate": EvaluateCommand,
     "doctor": DoctorCommand,
 }
@@ -151,6 +153,7 @@ def _flags(*commands: Any) -> dict[str, int]:
                 VerifyCommand(path=""),
                 ConvertCommand(path=""),
                 EvaluateCommand(path=""),
+                PublishCommand(path="", repo_id=""),
                 DoctorCommand(),
             )
             continue
