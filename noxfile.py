@@ -164,6 +164,22 @@ def lowest(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Random damage to every file that a reader may be handed; seconds as the argument."""
+    _workspace(session)
+    seconds = session.posargs or ["60"]
+    session.run("python", "packages/parallel-ckpt/tests/fuzz_readers.py", *seconds, env=CPU)
+
+
+@nox.session
+def kill(session: nox.Session) -> None:
+    """SIGKILL at random moments of saving; number of trials and seed as the arguments."""
+    _workspace(session)
+    arguments = session.posargs or ["200", "0"]
+    session.run("python", "packages/parallel-ckpt/tests/test_crash.py", *arguments, env=CPU)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Check every link, command and flag in the documentation."""
     _workspace(session)
