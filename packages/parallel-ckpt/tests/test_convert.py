@@ -130,13 +130,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    def raw(tensor: torch.Tensor) -> bytes:
-        return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    def raw(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
 
     return left.keys() == right.keys() and all(
         left[k].dtype == right[k].dtype
         and left[k].shape == right[k].shape
-        and (not left[k].numel() or raw(left[k]) == raw(right[k]))
+        and (not left[k].numel() or torch.equal(raw(left[k]), raw(right[k])))
         for k in left
     )
 

@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ BLOCK_BYTES = 1 << 20
 """Read at a time; a multiple of every item size, and small enough to stay in a core's cache."""
 THREADS = 2
 FLUSH_S = 0.1
-"""Between two flushes while files pass, so that the disk works meanwhile and not only at the end."""
+"""Seconds between two flushes while files pass: the disk works meanwhile, not only at the end."""
 
 Tick = Callable[[int], None]
 """Hears of bytes that are done."""
@@ -65,11 +65,7 @@ def write_files(
             passing.submit(_pass_file, path, jobs, checksums.get(path), targets, raw, tick)
             for path, jobs in _by_source(files).items()
         ]
-        while wait(passes, timeout=FLUSH_S, return_when=FIRST_EXCEPTION).not_done:
-            if any(running.done() and running.exception() for running in passes):
-                break
-            for target in targets.values():
-                os.fdatasync(target)
+        _flush_meanwhile(passes, targets.values())
         written = [span for spans in _results(passes) for span in spans]
         for tensor in (tensor for file in files for tensor in file.tensors):
             if not tensor.source.is_streamable:
@@ -88,6 +84,15 @@ def read_back(
         CheckpointError: the disk returns something else than was written.
     """
     return {file.name: _read_back(folder / file.name, file, written, tick) for file in files}
+
+
+def _flush_meanwhile(passes: Sequence[Future[list[Written]]], targets: Iterable[int]) -> None:
+    """Until all files have passed or one of them failed."""
+    while wait(passes, timeout=FLUSH_S, return_when=FIRST_EXCEPTION).not_done:
+        if any(running.done() and running.exception() for running in passes):
+            return
+        for target in targets:
+            os.fdatasync(target)
 
 
 def _results(passes: Sequence[Future[list[Written]]]) -> list[list[Written]]:
