@@ -115,7 +115,7 @@ def convert(
             deleted = _delete_shards(found) if delete_dcp else ()
     except OSError as error:
         where = error.filename or found.folder
-        raise CheckpointError.of(where, f"{error.strerror}; nothing was changed.") from error
+        raise CheckpointError.of(where, f"stopped the conversion: {error.strerror}.") from error
     folder = target or found.step.pretrained_model if found.step else target
     assert folder is not None
     return _result(found, folder, files, deleted)
