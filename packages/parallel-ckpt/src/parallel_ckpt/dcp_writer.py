@@ -144,14 +144,21 @@ def _quiet_writing_threads() -> Iterator[None]:
     former = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        if args.thread is None or "_write_files_from_queue" not in args.thread.name:
+        if args.thread is None or not _is_writing(args.thread):
             former(args)
 
     threading.excepthook = hook
     try:
         yield
     finally:
+        # An error in this thread does not make torch wait for the others.
+        for thread in filter(_is_writing, threading.enumerate()):
+            thread.join()
         threading.excepthook = former
+
+
+def _is_writing(thread: threading.Thread) -> bool:
+    return "_write_files_from_queue" in thread.name
 
 
 class _Planner(DefaultSavePlanner):
