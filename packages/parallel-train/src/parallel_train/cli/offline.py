@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.errors import DamagedCheckpoint
 from parallel_config import ConfigError
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import ConvertCommand, InspectCommand, VerifyCommand
@@ -25,11 +23,11 @@ def run(parsed: Parsed) -> int:
                 return _convert(command)
             case _:
                 raise AssertionError(f"no offline command: {parsed.command!r}")
+    except DamagedCheckpoint as error:
+        fail(error, f"ptrain {parsed.argv[0]}")
+        return DAMAGED
     except ConfigError as error:
         return fail(error, f"ptrain {parsed.argv[0]}")
-    except CheckpointError as error:
-        print(f"ptrain {parsed.argv[0]}: {error}", file=sys.stderr)
-        return DAMAGED
 
 
 def _inspect(command: InspectCommand) -> int:
