@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -219,18 +219,3 @@ def _function(source: tuple[str, str], qualname: str) -> Callable[..., Any]:
     for part in qualname.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def rank_environment(environ: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a block and put the former ones back."""
-    before = {name: os.environ.get(name) for name in environ}
-    os.environ.update(environ)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -130,32 +130,6 @@ class ProgressSink:
         self._progress.stop()
 
 
-class TensorBoardSink:
-    """Scalars for TensorBoard, in `<run>/tensorboard`."""
-
-    def __init__(self, folder: Path, *, log_freq: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
-        self._log_freq = log_freq
-
-    def emit(self, row: Row) -> None:
-        """Write every `log_freq`-th row."""
-        if row.step % self._log_freq:
-            return
-        values = {**vars(row), **row.extra}
-        for name, value in values.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, row.step)
-
-    def note(self, line: str) -> None:
-        """Notes are for people."""
-
-    def close(self) -> None:
-        """Flush the event file."""
-        self._writer.close()
-
-
 @dataclass
 class Sinks:
     """All sinks of the main rank; on the others it is empty and every call is free."""
@@ -205,13 +179,6 @@ class Stopwatch:
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         return seconds
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Value]]:
-    """Rows of a `metrics.jsonl`; a last line cut short by a crash is left out."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
 
 
 def _line(row: Row, steps: int) -> str:
