@@ -17,6 +17,7 @@ from parallel_config.checkpoint import CheckpointFormat as CheckpointFormat
 from parallel_config.errors import ConfigError as ConfigError
 from parallel_config.errors import Problem as Problem
 from parallel_config.names import clean_fqn as clean_fqn
+from parallel_config.optim import EMAConfig as EMAConfig
 from parallel_config.optim import OptimizerConfig as OptimizerConfig
 from parallel_config.optim import SchedulerConfig as SchedulerConfig
 from parallel_config.parallelism import ContextParallelConfig as ContextParallelConfig

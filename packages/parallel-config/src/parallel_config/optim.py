@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule, as plain data."""
+"""Optimizer, learning-rate schedule and weight average, as plain data."""
 
 from __future__ import annotations
 
@@ -114,3 +114,25 @@ class SchedulerConfig:
         progress = min(1.0, (updates - self.warmup_steps) / span)
         shape = 1 - progress if self.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig:
+    """An exponential moving average of the weights, which is what is evaluated and published."""
+
+    decay: float | None = None
+    """Share of the old average that an update keeps, such as 0.999; None keeps no average."""
+    warmup: bool = True
+    """Keep at most (1 + n) / (10 + n) at the n-th update, so that the first weights are soon
+    forgotten."""
+
+    def __post_init__(self) -> None:
+        report(self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        if self.decay is not None and not 0 <= self.decay < 1:
+            yield Problem(
+                "ema.decay",
+                f"= {self.decay}, but it lies in [0, 1).",
+                "Use --ema.decay 0.999, or None for no average.",
+            )

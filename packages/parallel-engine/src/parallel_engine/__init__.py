@@ -8,8 +8,12 @@ from parallel_engine._ranks import connect as connect
 from parallel_engine._ranks import from_main as from_main
 from parallel_engine._ranks import leave as leave
 from parallel_engine._ranks import together as together
+from parallel_engine.ema import Ema as Ema
+from parallel_engine.ema import resume_average as resume_average
 from parallel_engine.engine import Engine as Engine
 from parallel_engine.engine import unwrap as unwrap
+from parallel_engine.evaluation import EvalReport as EvalReport
+from parallel_engine.evaluation import evaluate_loss as evaluate_loss
 from parallel_engine.failures import PeerError as PeerError
 from parallel_engine.order import UnitOrderError as UnitOrderError
 from parallel_engine.plan import ShardPlan as ShardPlan
