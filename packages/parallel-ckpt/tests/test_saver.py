@@ -33,6 +33,7 @@ from parallel_ckpt import (
     restore,
     save_weights,
 )
+from parallel_ckpt.layout import RunFolder
 from parallel_ckpt.lock import RunLock
 from parallel_ckpt.plain import dump_json, load_json
 from parallel_ckpt.retention import superseded
@@ -234,6 +235,36 @@ def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path) -> N
             saver.save(step=step, samples_seen=0, model=model, optimizer=optimizer)
     names = sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     assert names == ["000002", "000003", "last"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_commit_is_told_before_anything_is_deleted(tmp_path: Path, async_save: bool) -> None:
+    model, optimizer = small()
+    seen: list[tuple[str, list[int]]] = []
+
+    def on_commit(path: Path) -> None:
+        seen.append((path.name, RunFolder(tmp_path).committed_steps()))
+
+    config = CheckpointConfig(keep_last=1, async_save=async_save)
+    with CheckpointSaver(tmp_path, topology=ONE, config=config, on_commit=on_commit) as saver:
+        for step in (1, 2):
+            saver.save(step=step, samples_seen=step, model=model, optimizer=optimizer)
+    assert seen == [("000001", [1]), ("000002", [1, 2])]
+    assert RunFolder(tmp_path).committed_steps() == [2]
+
+
+def test_no_file_names_the_folder_it_was_written_in(tmp_path: Path) -> None:
+    """The writer of torch leaves the absolute path in `.metadata`; a checkpoint may be shared."""
+    model, optimizer = small()
+    train(model, optimizer)
+    saver = CheckpointSaver(
+        tmp_path, topology=ONE, checkpoint_format=CheckpointFormat.SAFETENSORS_DCP
+    )
+    with saver:
+        path = saver.save(step=1, samples_seen=1, model=model, optimizer=optimizer)
+    files = [file for file in path.rglob("*") if file.is_file()]
+    assert {".metadata", "manifest.json", "model.safetensors"} <= {file.name for file in files}
+    assert [file for file in files if str(tmp_path).encode() in file.read_bytes()] == []
 
 
 def test_strict_on_names_shapes_and_dtypes(run: Path) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
@@ -105,6 +106,13 @@ def file_records(prefix: str, files: Mapping[str, tuple[int, str]]) -> list[File
     ]
 
 
+class _Writer(FileSystemWriter):
+    """torch's writer, less the absolute path of this machine that it would leave in `.metadata`."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
 class _HashingFiles(FileSystem):
     """torch's file system with a record of every file written through it."""
 
@@ -173,7 +181,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _writer(folder: Path, threads: int = 1) -> tuple[FileSystemWriter, _HashingFiles]:
-    writer = FileSystemWriter(folder, sync_files=True, thread_count=threads)
+    writer = _Writer(folder, sync_files=True, thread_count=threads)
     files = _HashingFiles()
     writer.fs = files
     return writer, files

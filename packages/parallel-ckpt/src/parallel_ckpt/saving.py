@@ -68,12 +68,14 @@ class CheckpointSaver:
         checkpoint_format: CheckpointFormat = CheckpointFormat.SAFETENSORS,
         provenance: Mapping[str, Any] | None = None,
         on_note: Callable[[str], None] = print,
+        on_commit: Callable[[Path], None] | None = None,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """Collective: every rank. Lock the run folder, check that all ranks see it, and mend it.
 
         `provenance` is kept in each manifest; `on_note` is called on the main rank with a line for
-        everything that was taken over, put back or removed.
+        everything that was taken over, put back or removed. `on_commit` is called there with each
+        checkpoint once it is committed, before retention deletes any; other ranks wait for it.
 
         Raises:
             CheckpointError: another run writes here, or a rank does not see the folder.
@@ -84,6 +86,7 @@ class CheckpointSaver:
         self._format = checkpoint_format
         self._provenance = dict(provenance or {})
         self._on_note = on_note
+        self._on_commit = on_commit
         self._ranks = Ranks.join(deadline_s)
         self._background_ranks = self._ranks
         self._lock: RunLock | None = None
@@ -261,6 +264,8 @@ class CheckpointSaver:
             provenance=self._provenance,
         )
         path = commit(self._run, folder, manifest).path
+        if self._on_commit is not None:
+            self._on_commit(path)
         self._retire(snapshot.step)
         return path
 
