@@ -106,6 +106,42 @@ def dies_on_rank_1():
 def test_a_killed_rank_ends_its_peer():
     killed = rank_outcomes(dies_on_rank_1, 2, init=False)
     assert [o.exit_code for o in killed] == [1, -signal.SIGKILL]
+    assert killed[0].error_type == "PeerError"
+    assert "rank 1 gives no answer: killed, or cut off" in killed[0].error
+
+
+def rank_0_dies():
+    engine, model, optimizer = prepared({})
+
+    def loss_fn(m, batch):
+        if engine.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return m(batch).mean()
+
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
+
+
+def test_a_killed_rank_0_is_named_although_the_store_went_with_it():
+    killed = rank_outcomes(rank_0_dies, 3, init=False)
+    assert [o.exit_code for o in killed] == [-signal.SIGKILL, 1, 1]
+    for outcome in killed[1:]:
+        assert outcome.error_type == "PeerError"
+        assert "rank 0 " in outcome.error
+
+
+def one_rank_is_gone_at_an_agreement():
+    engine, _, _ = prepared({})
+    if engine.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.any(False)
+
+
+def test_a_killed_rank_is_named_at_an_agreement_too():
+    killed = rank_outcomes(one_rank_is_gone_at_an_agreement, 3, init=False)
+    assert [o.exit_code for o in killed] == [1, 1, -signal.SIGKILL]
+    for outcome in killed[:2]:
+        assert outcome.error_type == "PeerError"
+        assert "rank 2 gives no answer" in outcome.error
 
 
 def stays_after_its_error():

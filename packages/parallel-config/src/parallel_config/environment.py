@@ -19,6 +19,11 @@ ALLOW_VARIABLE = "PARALLEL_ALLOW_ACCELERATE_ENV"
 DEVICE_VARIABLE = "PARALLEL_DEVICE"
 """`cpu` or `cuda`: where to run, when the best device of the machine is not wanted."""
 
+LISTEN_VARIABLE = "PARALLEL_LISTEN_FD"
+"""From the launcher to rank 0: the descriptor of the socket on which the ranks meet."""
+LAUNCHER_VARIABLE = "PARALLEL_LAUNCHER_FD"
+"""From the launcher to its workers: a descriptor that reads as ended once the launcher is gone."""
+
 _TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})
 
 # A plain `accelerate launch` exports none of these with a value that switches something on.
@@ -46,6 +51,12 @@ class LaunchFacts:
     """Processes in the launch."""
     local_world_size: int = 1
     """Processes on this host."""
+    master_addr: str = ""
+    """Host of rank 0, where the ranks meet."""
+    master_port: str = ""
+    """Port on that host."""
+    listen_fd: int | None = None
+    """On rank 0: the socket that already listens on that port, where the launcher opened it."""
 
     @property
     def is_main(self) -> bool:
@@ -67,6 +78,9 @@ class LaunchFacts:
             local_rank=_number(environ, "LOCAL_RANK", rank),
             world_size=world_size,
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
+            master_addr=environ.get("MASTER_ADDR", "").strip(),
+            master_port=environ.get("MASTER_PORT", "").strip(),
+            listen_fd=_number(environ, LISTEN_VARIABLE, -1) if LISTEN_VARIABLE in environ else None,
         )
         if world_size < 1 or not 0 <= rank < world_size:
             raise ConfigError(

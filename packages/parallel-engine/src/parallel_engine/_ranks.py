@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_config.environment import LaunchFacts, requested_device
+from parallel_engine.meeting import meet
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -35,15 +36,24 @@ def connect(device: torch.device | str | None = None) -> LaunchFacts:
 
     `Engine` does it by itself; call it before when ranks must agree on the config first. On CUDA
     the group has gloo beside nccl: agreements and offloaded state need a CPU backend.
+
+    Raises:
+        ConfigError: the ranks cannot meet; says which variable is wrong or which ranks are missing.
     """
     facts = LaunchFacts.read()
     if facts.world_size == 1 or dist.is_initialized():
         return facts
+    backend = "gloo"
     if choose_device(device, facts).type == "cuda":
         torch.cuda.set_device(facts.local_rank)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT)
-    else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=meet(facts, TIMEOUT),
+        rank=facts.rank,
+        world_size=facts.world_size,
+        timeout=TIMEOUT,
+    )
     return facts
 
 

@@ -242,8 +242,21 @@ class Engine:
         optimizer.zero_grad(set_to_none=True)
 
     def any(self, flag: bool) -> bool:
-        """Collective: every rank. Whether the flag is set on any rank."""
-        return _ranks.any_rank(flag)
+        """Collective: every rank. Whether the flag is set on any rank.
+
+        Raises:
+            PeerError: another rank failed or is gone.
+        """
+        with self._failures.told():
+            return _ranks.any_rank(flag)
+
+    def telling_peers(self) -> contextlib.AbstractContextManager[None]:
+        """Around work of your own between updates: a rank that fails there is named to the others.
+
+        Raises:
+            PeerError: a collective inside broke because another rank failed or is gone.
+        """
+        return self._failures.told()
 
     def _check(self, model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
         _require("model", model, nn.Module)

@@ -18,9 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from parallel_config import ConfigError
+
 POLL_S = 0.5
 HEARD_S = 5.0
-"""How long a failing rank stays for its peers to read the store, which it may be hosting."""
+"""How long a failing rank stays for its peers to read the store, which it may be hosting; one that
+has not answered by then is taken for gone."""
 GRACE_S = 20.0
 """How long a peer's main thread may take to notice by itself before the process is ended."""
 
@@ -48,36 +51,50 @@ class Failures:
     def told(self) -> Iterator[None]:
         """Around code without agreements: its error reaches the peers.
 
+        An agreed error (`ConfigError`) is everybody's already and passes.
+
         Raises:
-            PeerError: a collective broke because another rank had failed.
+            PeerError: a collective broke because another rank had failed, or is gone.
         """
         try:
             yield
+        except (ConfigError, PeerError):
+            raise
         except Exception as error:
             if self._store is None:
                 raise
-            first = self._tell(error)
+            cause = self._tell(error)
             self._left.set()
-            if first is not None and isinstance(error, RuntimeError):
-                raise PeerError(first) from error
+            if cause is not None and isinstance(error, RuntimeError):
+                raise PeerError(cause) from error
             raise
 
     def _tell(self, error: Exception) -> str | None:
-        """Publish the error unless a peer was first; that peer's text."""
+        """Publish the error unless a peer was first; what the peer's failing is known by.
+
+        Stays until every peer has heard of it. One that does not answer is gone, and what this
+        rank saw is only the collective that broke.
+        """
         mine = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         try:
             first = self._store.compare_set("error", "", mine).decode()
-            if first != mine:
-                return str(first)
-            print(f"parallel_engine: {mine}", file=sys.stderr, flush=True)
+            if first == mine:
+                print(f"parallel_engine: {mine}", file=sys.stderr, flush=True)
+            self._store.set(f"heard/{self._rank}", "")
             deadline = time.monotonic() + HEARD_S
-            while self._store.add("heard", 0) < self._world_size - 1:
-                if time.monotonic() > deadline:
-                    break
+            while (silent := self._silent()) and time.monotonic() < deadline:
                 time.sleep(0.05)
         except RuntimeError:  # the store went with the rank that hosted it
-            return None
-        return None
+            return None if self._rank == 0 else "rank 0 is gone, and the launch's store with it"
+        if silent:
+            who = f"ranks {silent} give" if len(silent) > 1 else f"rank {silent[0]} gives"
+            return f"{who} no answer: killed, or cut off. First seen: {first}"
+        return None if first == mine else str(first)
+
+    def _silent(self) -> list[int]:
+        """Ranks that have not heard of the error."""
+        ranks = range(self._world_size)
+        return [rank for rank in ranks if not self._store.check([f"heard/{rank}"])]
 
     def _watch(self) -> None:
         while not self._left.wait(POLL_S):
@@ -85,7 +102,7 @@ class Failures:
                 if not self._store.check(["error"]):
                     continue
                 text = self._store.get("error").decode()
-                self._store.add("heard", 1)
+                self._store.set(f"heard/{self._rank}", "")
             except RuntimeError:
                 return
             if not self._left.wait(GRACE_S):
