@@ -185,8 +185,73 @@ def test_failed_pushes_are_told_and_stop_nothing(hub, target, run):
     assert sorted(push.step for push in results if push.commit_url) == [1_000_000]
     failed = [push for push in results if push.error]
     assert len(failed) == 2
-    assert any("HTTP 403" in push.error and "999999" in push.retry for push in failed)
+    refused = next(push for push in failed if "HTTP 403" in push.error)
+    path = run[0] / "checkpoints" / "999999"
+    assert refused.retry == (
+        f"ptrain publish {path} --resumable --repo_id user/model --revision main"
+    )
     assert sum("not pushed" in line for line in notes) == 2
+
+
+def test_a_slow_hub_does_not_let_pinned_checkpoints_pile_up(hub, target, run):
+    hub.create("user/model")
+    hub.faults.append(Fault("/preupload/", delay_s=1.0))
+    pusher = CheckpointPusher(target, max_waiting=1, on_note=lambda line: None)
+    folder = run[0] / "checkpoints"
+    pusher.push(folder / "999999")
+    while not hub.requests_to("/preupload/"):
+        time.sleep(0.01)
+    pusher.push(folder / "999999")
+    pusher.push(folder / "1000000")
+    assert len(list(folder.glob(".*tmp-*"))) == 2
+    results = {push.step: push for push in pusher.close()}
+    assert results[1_000_000].commit_url
+    assert "newer ones are waiting" in next(p.error for p in pusher.close() if p.error)
+
+
+def test_without_hard_links_nothing_is_copied_and_it_is_pushed_all_the_same(
+    hub, target, run, monkeypatch
+):
+    def no_links(*_, **__):
+        raise OSError("not here")
+
+    hub.create("user/model")
+    monkeypatch.setattr("os.link", no_links)
+    monkeypatch.setattr("shutil.copyfile", no_links)
+    pusher = CheckpointPusher(target, on_note=lambda line: None)
+    pusher.push(run[0] / "checkpoints" / "999999")
+    assert [push.error for push in pusher.close()] == [""]
+    assert newest_on_hub(target)[0] == 999_999
+
+
+def test_paths_of_this_machine_and_tokens_stay_here(hub, target, tmp_path):
+    hub.create("user/model")
+    config = {
+        "output_dir": str(tmp_path / "run"),
+        "dataset": {"root": "/home/somebody/drawers", "login": "hf_abcdefghijklmnop"},
+        "steps": 1,
+    }
+    model, optimizer = _trained()
+    with CheckpointSaver(
+        tmp_path / "run",
+        topology=Topology(),
+        checkpoint_format=CheckpointFormat.SAFETENSORS_DCP,
+        provenance={"environment": {"ACCELERATE_CONFIG": "/home/somebody/config.yaml"}},
+    ) as saver:
+        path = saver.save(
+            step=1, samples_seen=2, model=model, optimizer=optimizer,
+            train_config=json.dumps(config),
+        )  # fmt: skip
+    push_checkpoint_to_hub(path, target)
+    for name, data in hub.files("user/model").items():
+        for secret in (str(tmp_path), "/home/somebody", "hf_abcdefghijklmnop"):
+            assert secret.encode() not in data, name
+    fetched = fetch_checkpoint(target, tmp_path / "elsewhere")  # and the manifest still fits
+    assert json.loads((fetched / "pretrained_model/train_config.json").read_text()) == {
+        "output_dir": "run",
+        "dataset": {"root": "drawers", "login": "removed"},
+        "steps": 1,
+    }
 
 
 def test_what_takes_too_long_is_told_at_the_end(hub, target, run):

@@ -198,6 +198,19 @@ def test_damage_is_not_published(hub, checkpoint):
     assert hub.requests == []
 
 
+def test_a_folder_of_save_pretrained_gets_a_card_and_hides_its_paths(hub, tmp_path):
+    document = '{"dataset": {"root": "/home/somebody/drawers"}}'
+    save_pretrained(TinyModel(), tmp_path / "a b", files={"train_config.json": document})
+    hub.faults.append(Fault("/commit/", status=403))
+    done = publish_checkpoint(tmp_path / "a b", CONFIG, card=CardInfo(train_config=document))
+    assert done.retry == f"ptrain publish '{tmp_path / 'a b'}' --repo_id user/model"
+    assert publish_checkpoint(tmp_path / "a b", CONFIG).ok
+    files = hub.files("user/model")
+    assert b'"root": "drawers"' in files["train_config.json"]
+    assert b"license" in files["README.md"]
+    assert not [name for name, data in files.items() if b"somebody" in data]
+
+
 def test_wrong_folders(hub, tmp_path):
     with pytest.raises(CheckpointNotFound):
         publish_checkpoint(tmp_path, CONFIG)

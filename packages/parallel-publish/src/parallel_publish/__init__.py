@@ -21,10 +21,13 @@ if TYPE_CHECKING:
     from parallel_publish.pretrained import save_pretrained as save_pretrained
     from parallel_publish.processors import Processor as Processor
     from parallel_publish.publishing import Publication as Publication
+    from parallel_publish.publishing import Staged as Staged
     from parallel_publish.publishing import preflight_publish as preflight_publish
     from parallel_publish.publishing import publish_checkpoint as publish_checkpoint
     from parallel_publish.publishing import publish_trained_model as publish_trained_model
+    from parallel_publish.publishing import stage_trained_model as stage_trained_model
     from parallel_publish.retry import RetryPolicy as RetryPolicy
+    from parallel_publish.sharing import shareable as shareable
 
 _HOMES = {
     "card": ("CardInfo",),
@@ -43,11 +46,14 @@ _HOMES = {
     "processors": ("Processor",),
     "publishing": (
         "Publication",
+        "Staged",
         "preflight_publish",
         "publish_checkpoint",
         "publish_trained_model",
+        "stage_trained_model",
     ),
     "retry": ("RetryPolicy",),
+    "sharing": ("shareable",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)

@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel_config import Problem
 from parallel_publish.config import LICENSES, PublishConfig, is_repo_id
+from parallel_publish.sharing import shareable
 
 CARD = "README.md"
 CURVE = "loss_curve.svg"
@@ -37,7 +38,7 @@ class CardInfo:
     losses: Sequence[tuple[int, float]] = ()
     """(step, loss) of the curve."""
     train_config: str | None = None
-    """Text of the run's config, shown folded."""
+    """Text of the run's config, shown folded, without paths and secrets."""
 
     def with_config(self, config: PublishConfig) -> CardInfo:
         """The same card with what the publish section of the run's config says."""
@@ -153,7 +154,7 @@ def _training(info: CardInfo) -> Iterator[str]:
     if info.losses:
         yield f"![training loss]({CURVE})"
     if info.train_config:
-        text = info.train_config.strip()
+        text = shareable(info.train_config).strip()
         yield f"<details><summary>train_config.json</summary>\n\n```json\n{text}\n```\n\n</details>"
 
 

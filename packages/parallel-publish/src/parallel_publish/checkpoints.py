@@ -6,14 +6,15 @@ A repository holds them as `checkpoints/<step>/...`, each pushed in one commit w
 from __future__ import annotations
 
 import os
-import queue
 import re
+import shlex
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallel_ckpt import (
@@ -26,9 +27,10 @@ from parallel_ckpt import (
     resolve_checkpoint,
 )
 from parallel_ckpt._ranks import all_ranks
+from parallel_ckpt.hashing import hash_bytes
 from parallel_ckpt.integrity import file_problems
 from parallel_ckpt.layout import CHECKPOINTS, MANIFEST, TEMPORARY, step_name
-from parallel_ckpt.manifest import parse_manifest
+from parallel_ckpt.manifest import FileRecord, parse_manifest
 from parallel_config import ConfigError, Problem
 from parallel_publish.errors import PublishError
 from parallel_publish.hub import (
@@ -40,6 +42,7 @@ from parallel_publish.hub import (
     publish_files,
     revision_sha,
 )
+from parallel_publish.sharing import shareable, shareable_bytes
 
 _MANIFESTS = re.compile(rf"{CHECKPOINTS}/(\d{{6,}})/{re.escape(MANIFEST)}")
 
@@ -52,7 +55,7 @@ class Push:
     commit_url: str | None = None
     error: str = ""
     retry: str = ""
-    """Call or command that pushes it again."""
+    """Command that pushes it again; empty when the checkpoint is gone."""
 
 
 def push_checkpoint_to_hub(
@@ -70,76 +73,110 @@ def push_checkpoint_to_hub(
     return _push(folder, target, on_note)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A checkpoint that is to be pushed."""
+
+    step: int
+    original: Path
+    pinned: Path | None
+    """The same files under a name that retention does not know; None: there are no hard links."""
+
+
 class CheckpointPusher:
     """Pushes checkpoints one after another in a thread of its own. Main rank only.
 
     `push` returns at once: it pins the files by a second name, so that retention may delete the
     checkpoint meanwhile. Nothing here is a collective and nothing raises into the training.
+
+    A Hub that is slower than the saves would let pinned checkpoints fill the disk: at most
+    `max_waiting` wait, beyond that the oldest is left out and told as a failure.
     """
 
-    def __init__(self, target: Target, *, on_note: Callable[[str], None] = note) -> None:
+    def __init__(
+        self, target: Target, *, max_waiting: int = 2, on_note: Callable[[str], None] = note
+    ) -> None:
         self._target = target
+        self._max_waiting = max_waiting
         self._on_note = on_note
-        self._queue: queue.SimpleQueue[tuple[StepFolder, Path] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        self._current: _Job | None = None
+        self._closed = False
         self._results: list[Push] = []
-        self._waiting: list[int] = []
         self._thread: threading.Thread | None = None
 
     def push(self, path: str | Path) -> None:
         """Have a committed checkpoint pushed. Errors are told by `close`."""
         try:
             folder = StepFolder(resolve_checkpoint(path))
-            step = read_manifest(folder).step
-            pinned = _pin(folder)
+            job = _Job(read_manifest(folder).step, folder.path, _pin(folder))
         except (ConfigError, OSError) as error:
-            self._note_failure(Push(step=-1, error=str(error), retry=_retry(path, self._target)))
+            self._failed(Push(step=-1, error=str(error)), Path(path))
             return
-        self._waiting.append(step)
-        self._queue.put((folder, pinned))
+        with self._changed:
+            self._waiting.append(job)
+            late = self._waiting.popleft() if len(self._waiting) > self._max_waiting else None
+            self._changed.notify()
+        if late is not None:
+            self._leave_out(late, "left out, since newer ones are waiting and the Hub is slow")
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="hub-push", daemon=True)
             self._thread.start()
 
     def close(self, timeout_s: float = 600.0) -> tuple[Push, ...]:
         """Wait for what is under way, at most `timeout_s`; how every push ended."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                done = {push.step for push in self._results}
-                for step in self._waiting:
-                    if step not in done:
-                        error = f"was still being pushed after {timeout_s:.0f} s"
-                        self._note_failure(Push(step=step, error=error))
-            self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return tuple(self._results)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        thread.join(timeout_s)
+        with self._changed:
+            current, waiting = self._current, tuple(self._waiting)
+            self._waiting.clear()  # nothing more is begun
+        reason = f"was still being pushed after {timeout_s:.0f} s"
+        for job in waiting:
+            self._leave_out(job, reason)
+        if current is not None:  # it may still succeed, and reads its pinned files
+            self._failed(Push(step=current.step, error=reason), current.original)
         return tuple(self._results)
 
     def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            original, pinned = item
+        while (job := self._next()) is not None:
+            began = time.monotonic()
             try:
-                self._push_one(original, StepFolder(pinned))
+                url = _push(StepFolder(job.pinned or job.original), self._target, self._on_note)
+            except Exception as error:
+                self._failed(Push(step=job.step, error=str(error)), job.original)
+            else:
+                self._results.append(Push(step=job.step, commit_url=url))
+                self._on_note(
+                    f"checkpoint {job.step} pushed to {self._target.repo_id} "
+                    f"in {time.monotonic() - began:.0f} s"
+                )
             finally:
-                shutil.rmtree(pinned, ignore_errors=True)
+                _unpin(job)
 
-    def _push_one(self, original: StepFolder, pinned: StepFolder) -> None:
-        step = read_manifest(pinned).step
-        began = time.monotonic()
-        try:
-            url = _push(pinned, self._target, self._on_note)
-        except Exception as error:
-            retry = _retry(original.path, self._target)
-            self._note_failure(Push(step=step, error=str(error), retry=retry))
-        else:
-            self._results.append(Push(step=step, commit_url=url))
-            self._on_note(
-                f"checkpoint {step} pushed to {self._target.repo_id} "
-                f"in {time.monotonic() - began:.0f} s"
-            )
+    def _next(self) -> _Job | None:
+        """The next job, once there is one; None when the pusher is closed and nothing waits."""
+        with self._changed:
+            self._current = None
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._current = self._waiting.popleft() if self._waiting else None
+            return self._current
 
-    def _note_failure(self, push: Push) -> None:
+    def _leave_out(self, job: _Job, reason: str) -> None:
+        self._failed(Push(step=job.step, error=reason), job.original)
+        _unpin(job)
+
+    def _failed(self, push: Push, path: Path) -> None:
+        if path.exists():  # else retention has deleted it
+            push = replace(push, retry=_retry(path, self._target))
         self._results.append(push)
-        self._on_note(f"checkpoint {push.step} not pushed: {push.error}; retry with {push.retry}")
+        way = f"; retry with: {push.retry}" if push.retry else ""
+        self._on_note(f"checkpoint {push.step} not pushed: {push.error}{way}")
 
 
 def newest_on_hub(target: Target) -> tuple[int, list[str]]:
@@ -173,8 +210,6 @@ def fetch_checkpoint(target: Target, run_dir: str | Path, *, step: int | None = 
         CheckpointNotFound: there is none on the Hub.
         DamagedCheckpoint: what came differs from its manifest.
     """
-    from dataclasses import replace
-
     target = replace(target, revision=revision_sha(target))  # one state for all that follows
     number = newest_on_hub(target)[0] if step is None else step
     run = RunFolder(Path(run_dir).expanduser().absolute())
@@ -210,35 +245,48 @@ def _push(folder: StepFolder, target: Target, on_note: Callable[[str], None]) ->
     problems = list(file_problems(folder, manifest.files, "fast"))
     if problems:
         raise DamagedCheckpoint(problems, source=str(folder.path))
-    files = {prefix + record.path: folder.path / record.path for record in manifest.files}
     return publish_files(
         target,
-        files | {prefix + MANIFEST: folder.manifest},
+        {prefix + path: content for path, content in _shared(folder, manifest).items()},
         message=f"Checkpoint of step {manifest.step}",
         replaces=lambda path: path.startswith(prefix),
         on_note=on_note,
     )
 
 
-def _pin(folder: StepFolder) -> Path:
-    """A copy of a checkpoint's tree under a hidden name, by hard links where they are to be had."""
+def _shared(folder: StepFolder, manifest: Manifest) -> Mapping[str, Path | bytes]:
+    """What is sent of a checkpoint: documents without paths of this machine, listed as they are."""
+    files: dict[str, Path | bytes] = {}
+    records: list[FileRecord] = []
+    for record in manifest.files:
+        content = shareable_bytes(folder.path / record.path)
+        files[record.path] = folder.path / record.path if content is None else content
+        if content is not None:
+            record = replace(record, size_bytes=len(content), checksum=hash_bytes(content))
+        records.append(record)
+    text = replace(manifest, files=tuple(records)).to_json()
+    return files | {MANIFEST: shareable(text).encode()}
+
+
+def _pin(folder: StepFolder) -> Path | None:
+    """The checkpoint's files under a second, hidden name; None where there are no hard links.
+
+    Copying them instead would hold up the training.
+    """
     run = RunFolder(folder.path.parent.parent)
     # Under the name of a save under way: if this process dies, the next start clears it.
     pinned = run.hidden(int(folder.path.name), TEMPORARY, uuid.uuid4().hex[:12])
     try:
-        shutil.copytree(folder.path, pinned, copy_function=_link)
-    except BaseException:
+        shutil.copytree(folder.path, pinned, copy_function=os.link)
+    except OSError:
         shutil.rmtree(pinned, ignore_errors=True)
-        raise
+        return None
     return pinned
 
 
-def _link(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-    return target
+def _unpin(job: _Job) -> None:
+    if job.pinned is not None:
+        shutil.rmtree(job.pinned, ignore_errors=True)
 
 
 def _steps(files: Sequence[RemoteFile]) -> list[int]:
@@ -275,5 +323,8 @@ def _problems(folder: StepFolder) -> list[Problem]:
         return list(error.problems)
 
 
-def _retry(path: object, target: Target) -> str:
-    return f"push_checkpoint_to_hub({str(path)!r}, Target(repo_id={target.repo_id!r}))"
+def _retry(path: Path, target: Target) -> str:
+    return (
+        f"ptrain publish {shlex.quote(str(path))} --resumable --repo_id {target.repo_id} "
+        f"--revision {shlex.quote(target.revision)}"
+    )

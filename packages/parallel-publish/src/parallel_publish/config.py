@@ -11,6 +11,7 @@ from parallel_config.errors import nearest, report
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 MAX_NAME = 96
+CHECKPOINTS_BRANCH = "checkpoints"
 _LICENSES = """
     apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bsd bsd-2-clause
     bsd-3-clause bsd-3-clause-clear c-uda cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0
@@ -46,7 +47,8 @@ class PublishConfig:
     base_model: str | None = None
     """Model on the Hub that this one was trained from, as user/name."""
     push_checkpoints: bool = False
-    """Also push every checkpoint, in the background, so that `--from_hub` can resume the run."""
+    """Push every checkpoint, in the background, so that `ptrain resume --from_hub` can go on with
+    the run. They go to the branch `checkpoints`, so that the model's own holds no shards."""
     timeout_s: int = 7200
     """Seconds after which an upload counts as failed; what was to be sent is kept."""
 
@@ -57,6 +59,13 @@ class PublishConfig:
     def wants_hub(self) -> bool:
         """Whether anything is sent to the Hub; if not, no network call is made."""
         return self.enable or self.push_checkpoints
+
+    @property
+    def checkpoints_revision(self) -> str:
+        """Branch that whole checkpoints go to."""
+        if self.revision in (None, "main"):
+            return CHECKPOINTS_BRANCH
+        return f"{self.revision}-{CHECKPOINTS_BRANCH}"
 
     def _problems(self) -> Iterator[Problem]:
         if self.wants_hub and self.repo_id is None:

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from parallel_publish.retry import RetryPolicy, retried, status_of
 
 T = TypeVar("T")
 ENDPOINT = "HF_ENDPOINT"
+PREFLIGHT_TIMEOUT_S = 120.0
 
 
 def note(line: str) -> None:
@@ -53,6 +54,15 @@ class Target:
             retry=RetryPolicy(timeout_s=config.timeout_s),
         )
 
+    @classmethod
+    def of_checkpoints(cls, config: PublishConfig, *, token: str | None = None) -> Target:
+        """Where the run's whole checkpoints go.
+
+        Raises:
+            PublishError: the config names no repository.
+        """
+        return replace(cls.of(config, token=token), revision=config.checkpoints_revision)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFile:
@@ -65,12 +75,15 @@ class RemoteFile:
 def preflight(target: Target, *, card: str | None = None) -> None:
     """Check name, token, right to write, visibility and card before anything is sent or trained.
 
-    Makes the repository if it does not exist, because that is the only proof of the right to.
+    Makes the repository if it does not exist, because that is the only proof of the right to. It
+    waits for a slow server, but not as long as an upload may take.
 
     Raises:
         PublishError: says what to change.
     """
     _refuse_offline(target)
+    patience_s = min(target.retry.timeout_s, PREFLIGHT_TIMEOUT_S)
+    target = replace(target, retry=replace(target.retry, timeout_s=patience_s))
 
     def check() -> None:
         api = _api(target)
@@ -117,13 +130,13 @@ def check_card(target: Target, card: str) -> None:
 
 def publish_files(
     target: Target,
-    files: Mapping[str, Path],
+    files: Mapping[str, Path | bytes],
     *,
     message: str,
     replaces: Callable[[str], bool] = lambda path: False,
     on_note: Callable[[str], None] = note,
 ) -> str:
-    """Send files, by path in the repository, in one commit; returns its address.
+    """Send files or bytes, by path in the repository, in one commit; returns its address.
 
     Files there for which `replaces` is true and that are not sent are removed by the same commit.
     Tried again as the target's policy says; a commit whose answer was lost is not made twice.
@@ -142,7 +155,10 @@ def publish_files(
         stale = [path for path in there if replaces(path) and path not in files]
         made = api.create_commit(
             target.repo_id,
-            [CommitOperationAdd(name, str(path)) for name, path in sorted(files.items())]
+            [
+                CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+                for name, content in sorted(files.items())
+            ]
             + [CommitOperationDelete(path) for path in stale],
             commit_message=message,
             revision=target.revision,
@@ -230,7 +246,8 @@ def _refuse_offline(target: Target) -> None:
         raise PublishError.of(
             "HF_HUB_OFFLINE",
             f"is set, so {target.repo_id} cannot be reached.",
-            "Unset it, or turn publishing off.",
+            "Unset it, or leave out what needs the Hub (--publish.no-enable, "
+            "--publish.no-push_checkpoints).",
         )
 
 

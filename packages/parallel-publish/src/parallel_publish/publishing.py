@@ -6,6 +6,7 @@ sends it again.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from parallel_publish.errors import PublishError
 from parallel_publish.hub import Target, check_disk, note, preflight, publish_files
 from parallel_publish.pretrained import save_pretrained
 from parallel_publish.processors import Processor
+from parallel_publish.sharing import shareable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +68,33 @@ class Publication:
         return f"published {len(self.files)} files, {total:,} bytes: {self.commit_url}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A bundle that is written and waits to be sent."""
+
+    folder: Path
+    target: Target
+
+    def send(self, on_note: Callable[[str], None] = note) -> Publication:
+        """Send it in one commit. No collective: one process calls it.
+
+        A failure does not raise: see `Publication.error`.
+        """
+        return _send(self.folder, self.target, on_note)
+
+
 def preflight_publish(
     config: PublishConfig,
     *,
     card: CardInfo | None = None,
     staging: Path | None = None,
-    needed_bytes: int = 0,
+    needed_bytes: int | Callable[[], int] = 0,
     token: str | None = None,
 ) -> None:
     """Collective: every rank. Find out before training whether publishing will work.
 
-    The main rank asks the Hub; all ranks get its error. Does nothing, and no network call, when
-    publishing is off.
+    The main rank asks the Hub; all ranks get its error. `needed_bytes` may be a function, which is
+    called there only. Does nothing, and no network call, when publishing is off.
 
     Raises:
         PublishError: the same on every rank; says what to change.
@@ -91,8 +108,11 @@ def preflight_publish(
         if problems:
             raise PublishError(problems)
         if staging is not None:
-            check_disk(staging, needed_bytes)
-        preflight(Target.of(config, token=token), card=render_card(info))
+            check_disk(staging, needed_bytes() if callable(needed_bytes) else needed_bytes)
+        if config.enable:
+            preflight(Target.of(config, token=token), card=render_card(info))
+        if config.push_checkpoints:
+            preflight(Target.of_checkpoints(config, token=token))
 
     all_ranks().on_main(check)
 
@@ -113,12 +133,44 @@ def publish_trained_model(
     """Collective: every rank. Gather the model into `staging` and publish it in one commit.
 
     The ranks part as soon as the folder is written: only the main rank waits for the network, and
-    returns how it went; the others return None. `files` are documents beside the weights, such as
-    `config.json`. The model needs no methods, and none of its own is called.
+    returns how it went; the others return None. Where more collectives follow, call
+    `stage_trained_model`, and `send` what it returns once they are over. `files` are documents
+    beside the weights, such as `config.json`. The model needs no methods, and none of its own is
+    called.
 
     Raises:
         ConfigError: the same on every rank, when the folder could not be written. A failed upload
             does not raise: see `Publication.error`.
+    """
+    staged = stage_trained_model(
+        model,
+        config,
+        staging=staging,
+        card=card,
+        files=files,
+        processors=processors,
+        train_config=train_config,
+        max_shard_size=max_shard_size,
+        token=token,
+    )
+    return staged.send(on_note) if all_ranks().is_main else None
+
+
+def stage_trained_model(
+    model: nn.Module,
+    config: PublishConfig,
+    *,
+    staging: str | Path,
+    card: CardInfo | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+    processors: Sequence[Processor] = (),
+    train_config: str | None = None,
+    max_shard_size: str = "5GB",
+    token: str | None = None,
+) -> Staged:
+    """Collective: every rank. The first half of `publish_trained_model`: gather and write.
+
+    The Hub is not asked. Arguments and errors are the same.
     """
     folder = Path(staging).expanduser().absolute()
     ranks = all_ranks()
@@ -131,7 +183,7 @@ def publish_trained_model(
     )
     info = (card or CardInfo(train_config=train_config)).with_config(config)
     ranks.on_main(lambda: write_card(folder, info, repo_id=target.repo_id))
-    return _send(folder, target, on_note) if ranks.is_main else None
+    return Staged(folder=folder, target=target)
 
 
 def publish_checkpoint(
@@ -146,9 +198,11 @@ def publish_checkpoint(
     token: str | None = None,
     on_note: Callable[[str], None] = note,
 ) -> Publication:
-    """Publish a committed checkpoint, or a bundle that an earlier try has kept. No ranks needed.
+    """Publish a committed checkpoint, or a folder with a model. No ranks needed.
 
-    With `dry_run` everything is built and checked here, and nothing is sent or asked.
+    The folder is a bundle that an earlier try has kept, or what `save_pretrained` or `convert`
+    wrote; it gets a card if it has none. With `dry_run` everything is built and checked here, and
+    nothing is sent or asked.
 
     Raises:
         ConfigError: there is nothing to publish, or it is damaged.
@@ -157,6 +211,9 @@ def publish_checkpoint(
     given = Path(path).expanduser().absolute()
     step = _checkpoint(given)
     if step is None:
+        if not (given / CARD).is_file():
+            bundle_files(given)
+            write_card(given, (card or CardInfo()).with_config(config), repo_id=target.repo_id)
         return _dry(given, target) if dry_run else _checked(given, target, on_note)
     root = Path(staging).expanduser().absolute() if staging else _staging_beside(step.path)
     folder = root.with_name(f"{root.name}-{uuid.uuid4().hex[:8]}")
@@ -189,7 +246,7 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publi
         files = bundle_files(folder)
         url = publish_files(
             target,
-            files,
+            {name: shareable_bytes(path) or path for name, path in files.items()},
             message="Publish the trained model",
             replaces=lambda path: is_weight_file(path) or path == CURVE,
             on_note=on_note,
@@ -202,14 +259,14 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publi
 
 
 def _failed(folder: Path, target: Target, error: PublishError) -> Publication:
-    options = "" if target.revision == "main" else f" --revision {target.revision}"
+    options = "" if target.revision == "main" else f" --revision {shlex.quote(target.revision)}"
     options += " --private" if target.private else ""
     return Publication(
         repo_id=target.repo_id,
         files=_sizes(folder),
         error=error,
         bundle=folder,
-        retry=f"ptrain publish {folder} --repo_id {target.repo_id}{options}",
+        retry=f"ptrain publish {shlex.quote(str(folder))} --repo_id {target.repo_id}{options}",
     )
 
 

@@ -1,0 +1,43 @@
+"""What leaves this machine of a document, and what does not."""
+
+import json
+
+import pytest
+
+from parallel_publish import shareable
+
+
+@pytest.mark.parametrize(
+    ("given", "shared"),
+    [
+        ("/home/me/data/drawers", "drawers"),
+        ("/home/me/data/drawers/", "drawers"),
+        ("~/drawers", "drawers"),
+        ("../me/drawers", "drawers"),
+        ("file:///home/me/drawers", "drawers"),
+        ("C:\\Users\\me\\drawers", "drawers"),
+        ("/", "."),
+        ("outputs/first", "outputs/first"),
+        ("user/name", "user/name"),
+        ("package.module:Class", "package.module:Class"),
+        ("https://me:secret@host/x", "https://host/x"),
+        ("use hf_abcdefghijklmnopqrst now", "use removed now"),
+        ("", ""),
+    ],
+)
+def test_values(given, shared):
+    assert json.loads(shareable(json.dumps({"a": [{"b": given}]}))) == {"a": [{"b": shared}]}
+
+
+def test_secrets_by_name():
+    document = {"wandb": {"api_key": "abc", "token": None}, "use_task_token": "abc", "tokens": 3}
+    assert json.loads(shareable(json.dumps(document))) == {
+        "wandb": {"api_key": "removed", "token": None},
+        "use_task_token": "removed",
+        "tokens": 3,
+    }
+
+
+@pytest.mark.parametrize("text", ['{"lr": 1e-05, "x": 0.30000000000000004}', "no json", "[]"])
+def test_a_text_without_anything_to_hide_is_the_same_to_the_byte(text):
+    assert shareable(text) == text
