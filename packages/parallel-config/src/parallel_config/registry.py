@@ -77,6 +77,11 @@ class Registry(Generic[T]):
         known = {**self._announced(), **self.builtin}
         return next((name for name, target in known.items() if target == path), path)
 
+    def path_of(self, config: object) -> str:
+        """The `package.module:Class` behind `name_of`: of the config, or of what stands for it."""
+        name = self.name_of(config)
+        return self.builtin.get(name) or self._announced().get(name, name)
+
     def _announced(self) -> dict[str, str]:
         points = importlib.metadata.entry_points(group=self.entry_point_group)
         return {point.name: point.value for point in points}

@@ -24,6 +24,7 @@ from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.order import GlobalBatchSampler
+from parallel_train.policies.answers import read_answer
 from parallel_train.policies.factory import build_policy, policy_json
 from parallel_train.processors import Preprocessor
 
@@ -99,9 +100,9 @@ def policy_loss(
 
     A policy that states no `loss_weight` counts every sample alike.
     """
-    batch = preprocessor(batch)
-    loss, metrics = model(batch)
-    weigh = getattr(_unwrapped(model), "loss_weight", None)
+    batch, policy = preprocessor(batch), _unwrapped(model)
+    loss, metrics = read_answer(model(batch), type(policy).__name__)
+    weigh = getattr(policy, "loss_weight", None)
     weight = weigh(batch) if weigh is not None else torch.tensor(len(next(iter(batch.values()))))
     weight = weight.to(loss.device, torch.float32)
     return Loss(total=loss * weight, weight=weight), metrics

@@ -10,13 +10,14 @@ from typing import ClassVar
 class PolicyConfig:
     """Base of every policy's config. `type` in files and flags names the registered policy.
 
-    A subclass is a frozen dataclass in a module that does not import torch. Its fields become
-    flags (`--policy.<field>`), the docstring under a field its help.
+    A subclass is a frozen dataclass, best in a module that does not import torch. Its fields
+    become flags (`--policy.<field>`), the docstring under a field its help.
     """
 
     model_class: ClassVar[str] = ""
     """`package.module:Class` of the model; it is built as `Class(config, spec)`, where `spec` is
-    the dataset's `DataSpec`."""
+    the dataset's `DataSpec`. It may stay empty where the policy is named by its model, whose
+    `config_class` is this class."""
 
     @property
     def camera_names(self) -> tuple[str, ...]:

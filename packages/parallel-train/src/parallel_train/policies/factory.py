@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from typing import Any
 
@@ -19,31 +20,66 @@ def build_policy(config: PolicyConfig, spec: DataSpec) -> nn.Module:
     """The model of `config`, with fresh weights from torch's global generator.
 
     Raises:
-        ConfigError: the config names no model class, or the dataset does not fit it.
+        ConfigError: the config names no model class, the class is none or takes other arguments,
+            or the dataset does not fit it.
     """
-    model = policy_class(config)(config, spec)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(Problem("policy.type", f"builds a {type(model).__name__}, no nn.Module."))
+    cls = policy_class(config)
+    try:
+        inspect.signature(cls).bind(config, spec)
+    except TypeError as error:
+        raise _error(
+            config, f"{cls.__qualname__} cannot be built as {cls.__name__}(config, spec): {error}."
+        ) from None
+    model: nn.Module = cls(config, spec)
     return model
 
 
-def policy_class(config: PolicyConfig) -> Any:
-    """The model class that `config` names by its `model_class`."""
-    path = type(config).model_class
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise ConfigError(
-            Problem(
-                "policy.type",
-                f"= {POLICIES.name_of(config)!r}: {type(config).__name__}.model_class = {path!r} "
-                "names no class.",
-                'Set it to "package.module:Class".',
-            )
+def policy_class(config: PolicyConfig) -> type[nn.Module]:
+    """The model class of `config`: by its `model_class`, else the class that the user named.
+
+    Raises:
+        ConfigError: there is none, it cannot be imported, or it is no `nn.Module`.
+    """
+    path = type(config).model_class or POLICIES.path_of(config)
+    found = _imported(config, path)
+    if found is type(config):
+        raise _error(
+            config,
+            f"{type(config).__name__}.model_class = '' names no model.",
+            'Set it to "package.module:Class", or name the model itself and give it '
+            f"config_class = {type(config).__name__}.",
         )
-    return getattr(importlib.import_module(module), name)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise _error(config, f"{path} is {found!r}, no class derived from torch.nn.Module.")
+    return found
 
 
 def policy_json(config: PolicyConfig, spec: DataSpec) -> str:
     """Text of `config.json`: type, fields and the data that the model was built for."""
     document = {"type": POLICIES.name_of(config), **to_plain(config), "data": spec.to_plain()}
     return json.dumps(document, indent=2) + "\n"
+
+
+def _imported(config: PolicyConfig, path: str) -> Any:
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise _error(
+            config,
+            f"{type(config).__name__}.model_class = {path!r} names no class.",
+            'Set it to "package.module:Class".',
+        )
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise _error(
+            config,
+            f"{type(config).__name__}.model_class = {path!r} cannot be imported: {error}.",
+            "Check the path, and that its package is installed.",
+        ) from error
+    return found
+
+
+def _error(config: PolicyConfig, message: str, remedy: str = "") -> ConfigError:
+    return ConfigError(Problem("policy.type", f"= {POLICIES.name_of(config)!r}: {message}", remedy))
