@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel_config import ConfigError
-from parallel_train.data.order import GlobalBatchSampler, epoch_permutation
+from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler, epoch_permutation
 
 PINNED = (
     [0, 7, 8, 2, 5, 9, 4, 6, 3, 1],
@@ -96,3 +96,21 @@ def test_a_dataset_smaller_than_the_global_batch_is_allowed_with_a_warning() -> 
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"dataset.root has no samples"):
         GlobalBatchSampler(0, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("samples", "most"), [(1, None), (7, None), (23, 9), (8, 100)])
+def test_held_out_samples_are_read_once_by_as_many_batches_on_every_rank(ranks, samples, most):
+    samplers = [HeldOutSampler(samples, 2, rank, ranks, most) for rank in range(ranks)]
+    batches = [list(sampler) for sampler in samplers]
+    assert len({len(found) for found in batches}) == 1
+    assert all(len(found) == len(sampler) for found, sampler in zip(batches, samplers, strict=True))
+    counted = [
+        index
+        for sampler, found in zip(samplers, batches, strict=True)
+        for batch in found[: sampler.num_counted]
+        for index in batch
+    ]
+    expected = min(samples, most or samples)
+    assert len(counted) == len(set(counted)) == expected
+    assert max(counted, default=0) >= samples - 1 - samples // expected

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from parallel_config import (
     AcceleratorConfig,
     CheckpointConfig,
     CheckpointFormat,
+    EMAConfig,
     OptimizerConfig,
     ParallelismConfig,
     Problem,
@@ -18,11 +20,28 @@ from parallel_config import (
 from parallel_config.codec import Loaded, Schema, parse, read_config_text
 from parallel_config.errors import report
 from parallel_train.data.config import DatasetConfig
+from parallel_train.data.split import EvalConfig
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.registry import POLICIES
 
 SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Sinks besides the console and metrics.jsonl, each an extra of parallel-train."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files into the run folder's `tensorboard` (extra: tensorboard)."""
+    wandb: bool = False
+    """Log to Weights & Biases (extra: wandb)."""
+    wandb_project: str = "parallel"
+    """Project there."""
+    wandb_entity: str | None = None
+    """User or team there; None is the account's default."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """offline keeps everything in the run folder, for `wandb sync` later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +67,12 @@ class TrainConfig:
     """The optimizer and the clipping of its gradients."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """The learning-rate curve."""
+    ema: EMAConfig = field(default_factory=EMAConfig)
+    """The average of the weights, if one is kept."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """The loss on episodes that are held out."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Where the numbers go, besides the console and metrics.jsonl."""
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     """How the ranks are arranged."""
     accelerator: AcceleratorConfig = field(default_factory=AcceleratorConfig)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallel_ckpt import CheckpointSaver
-from parallel_engine import Engine, StepReport
+from parallel_engine import Ema, Engine, StepReport, evaluate_loss
 from parallel_train.config import TrainConfig
 from parallel_train.resume import global_batch
 from parallel_train.signals import StopRequest
 from parallel_train.sinks import Row, Sinks, Stopwatch
-from parallel_train.task import LossFn
+from parallel_train.task import HeldOut, LossFn
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class Prepared:
     scheduler: Any
     loader: Any
     loss_fn: LossFn
+    ema: Ema | None = None
+    held_out: HeldOut | None = None
+    """With its loader moved to the device."""
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Within, the model holds the weights to keep: their average, where there is one."""
+        return self.ema.averaged() if self.ema is not None else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -66,27 +74,50 @@ class Loop:
                 clip_norm=self.config.optimizer.clip_norm,
             )
             step += 1
-            self.sinks.emit(self._row(step, report, watch.lap()))
+            seconds = watch.lap()
+            found = self.evaluate() if self._evaluation_due(step) else {}
+            self.sinks.emit(self._row(step, report, seconds, found))
             stopping = self.engine.any(stop.received is not None)
             if self._due(step) or stopping:
                 self.save(step)
-                watch.lap()  # a save is no training time
+            watch.lap()  # evaluating and saving are no training time
             if stopping:
                 break
         return step
 
+    def evaluate(self) -> dict[str, float]:
+        """Collective: every rank. Loss and metrics on the held-out episodes, by name."""
+        held_out = self.prepared.held_out
+        assert held_out is not None
+        with self.prepared.averaged():
+            report = evaluate_loss(
+                self.engine,
+                self.prepared.model,
+                held_out.loader,
+                self.prepared.loss_fn,
+                num_counted=held_out.num_counted,
+                seed=self.config.seed,
+            )
+        return {f"eval_{n}": v for n, v in {"loss": report.loss, **report.metrics}.items()}
+
     def save(self, step: int) -> None:
         """Collective: every rank. Write the checkpoint of `step`."""
-        self.saver.save(
-            step=step,
-            samples_seen=self._samples(step),
-            model=self.prepared.model,
-            optimizer=self.prepared.optimizer,
-            scheduler=self.prepared.scheduler,
-            data_state={"seed": self.config.seed, "samples_seen": self._samples(step)},
-            train_config=self.train_config,
-            model_files=self.model_files,
-        )
+        with self.prepared.averaged():
+            self.saver.save(
+                step=step,
+                samples_seen=self._samples(step),
+                model=self.prepared.model,
+                optimizer=self.prepared.optimizer,
+                scheduler=self.prepared.scheduler,
+                data_state={"seed": self.config.seed, "samples_seen": self._samples(step)},
+                train_config=self.train_config,
+                model_files=self.model_files,
+            )
+
+    def _evaluation_due(self, step: int) -> bool:
+        if self.prepared.held_out is None:
+            return False
+        return step == self.config.steps or step % self.config.eval.freq == 0
 
     def _due(self, step: int) -> bool:
         freq = self.config.checkpoint.save_freq
@@ -96,7 +127,9 @@ class Loop:
         batch = global_batch(self.config, self.engine.topology)
         return self.start_samples + (step - self.start_step) * batch
 
-    def _row(self, step: int, report: StepReport, seconds: float) -> Row:
+    def _row(
+        self, step: int, report: StepReport, seconds: float, found: Mapping[str, float]
+    ) -> Row:
         return Row(
             step=step,
             loss=report.loss,
@@ -104,5 +137,5 @@ class Loop:
             lr=report.lr,
             samples_seen=self._samples(step),
             samples_per_s=global_batch(self.config, self.engine.topology) / max(seconds, 1e-9),
-            extra=dict(report.metrics),
+            extra={**report.metrics, **found, **({"skipped": 1} if report.skipped else {})},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import random
 import tempfile
@@ -23,7 +24,9 @@ from parallel_engine import Loss
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
-from parallel_train.data.order import GlobalBatchSampler
+from parallel_train.data.metadata import read_metadata
+from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
+from parallel_train.data.split import split_episodes
 from parallel_train.policies.answers import read_answer
 from parallel_train.policies.factory import build_policy, policy_json
 from parallel_train.processors import Preprocessor
@@ -43,6 +46,16 @@ class Task:
     model_files: dict[str, bytes]
     """Files that are saved beside the weights, by name."""
     num_parameters: int
+    held_out: HeldOut | None = None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The part of the held-out data that falls to this rank."""
+
+    loader: DataLoader[Batch]
+    num_counted: int
+    """Batches that count; those after them only keep the ranks in step."""
 
 
 def build_task(
@@ -58,7 +71,7 @@ def build_task(
     Raises:
         ConfigError: the dataset is no dataset, or does not fit the policy.
     """
-    dataset = LeRobotDataset.from_config(config.dataset, config.policy)
+    dataset, held_out = build_datasets(config)
     preprocessor = Preprocessor.from_stats(dataset.stats, config.policy.normalization())
     torch.manual_seed(config.seed)
     model = build_policy(config.policy, dataset.spec)
@@ -72,9 +85,8 @@ def build_task(
         seed=config.seed,
         start_samples=samples_seen,
     )
-    loader = build_loader(
-        dataset,
-        sampler,
+    load = partial(
+        build_loader,
         num_workers=config.dataset.num_workers,
         prefetch_factor=config.dataset.prefetch_factor,
         pin_memory=device.type == "cuda" and config.dataset.pin_memory,
@@ -83,14 +95,49 @@ def build_task(
         model=model,
         optimizer=optimizer,
         scheduler=build_scheduler(config, optimizer),
-        loader=loader,
+        loader=load(dataset, sampler),
         loss_fn=partial(policy_loss, preprocessor=preprocessor),
         model_files={
             "config.json": policy_json(config.policy, dataset.spec).encode(),
             **_files_of(preprocessor),
         },
         num_parameters=sum(p.numel() for p in model.parameters()),
+        held_out=_held_out(config, topology, rank, held_out, load),
     )
+
+
+def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset | None]:
+    """What the run trains on and what it holds out, both normalized by the first's statistics.
+
+    Raises:
+        ConfigError: the dataset is no dataset, or has no such episodes.
+    """
+    episodes = [episode.number for episode in read_metadata(config.dataset.folder).episodes]
+    split = split_episodes(episodes, config.dataset, config.eval)
+    if not split.held_out:
+        return LeRobotDataset.from_config(config.dataset, config.policy), None
+    trained = dataclasses.replace(config.dataset, episodes=split.trained)
+    dataset = LeRobotDataset.from_config(trained, config.policy)
+    return dataset, dataset.of_episodes(split.held_out)
+
+
+def _held_out(
+    config: TrainConfig,
+    topology: Topology,
+    rank: int,
+    dataset: LeRobotDataset | None,
+    load: Callable[..., DataLoader[Batch]],
+) -> HeldOut | None:
+    if dataset is None:
+        return None
+    sampler = HeldOutSampler(
+        num_samples=len(dataset),
+        batch_size=config.batch_size,
+        dp_rank=topology.dp_rank(rank),
+        dp_world_size=topology.dp_world_size,
+        max_samples=config.eval.max_samples,
+    )
+    return HeldOut(load(dataset, sampler), sampler.num_counted)
 
 
 def policy_loss(

@@ -10,13 +10,15 @@ loop       one report per optimizer update; sinks show it, the saver keeps it
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_ckpt import CheckpointSaver, read_start, restore
 from parallel_config.environment import accelerate_variables, check_environment, environment_wins
-from parallel_engine import Engine, connect, from_main
+from parallel_engine import Ema, Engine, connect, from_main, resume_average, together
+from parallel_engine.loading import prepare_loader
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.loop import Loop, Prepared
 from parallel_train.resume import kept_hyperparameters
@@ -24,7 +26,8 @@ from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
 from parallel_train.start import Start, decide_start
-from parallel_train.task import build_task, seed_rank
+from parallel_train.task import HeldOut, build_task, seed_rank
+from parallel_train.tracking import require_installed, tracking_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ def train(job: Job) -> Outcome:
     facts = connect()
     start = decide_start(job, world_size=facts.world_size)
     config = start.config
+    from_main(lambda: require_installed(config.logging))
     opened = None
     if start.checkpoint is not None:
         opened = read_start(start.checkpoint, topology=start.topology, verify="fast")
@@ -95,7 +99,16 @@ def train(job: Job) -> Outcome:
         model, optimizer, scheduler, loader = engine.prepare(
             task.model, task.optimizer, task.scheduler, task.loader
         )
-        prepared = Prepared(model, optimizer, scheduler, loader, task.loss_fn)
+        prepared = Prepared(
+            model,
+            optimizer,
+            scheduler,
+            loader,
+            task.loss_fn,
+            ema=Ema(model, optimizer, config.ema) if config.ema.decay is not None else None,
+            held_out=_on_device(task.held_out, engine),
+        )
+        notes = [*start.notes, *(opened.notes if opened else ())]
         if start.checkpoint is not None:
             restore(
                 start.checkpoint,
@@ -104,11 +117,12 @@ def train(job: Job) -> Outcome:
                 prepared.scheduler,
                 keep=kept_hyperparameters(start.changed),
             )
+            notes += filter(None, [resume_average(model, optimizer, prepared.ema)])
         text = SCHEMA.dump(config)
         from_main(lambda: _open_folder(start, text, step))
         seed_rank(config.seed, engine.rank)
-        with saver, _sinks(engine.is_main, start, step) as sinks:
-            for line in (*start.notes, *(opened.notes if opened else ())):
+        with saver, together(lambda: _sinks(engine.is_main, start, step)) as sinks:
+            for line in notes:
                 sinks.note(line)
             sinks.note(_headline(start, task.num_parameters))
             loop = Loop(
@@ -149,9 +163,17 @@ def _open_folder(start: Start, text: str, step: int) -> None:
 def _sinks(is_main: bool, start: Start, step: int) -> Sinks:
     if not is_main:
         return Sinks()
-    steps, log_freq = start.config.steps, start.config.log_freq
-    console = console_sink(steps=steps, start=step, log_freq=log_freq)
-    return Sinks([JsonlSink(start.folder.metrics), console])
+    config = start.config
+    console = console_sink(steps=config.steps, start=step, log_freq=config.log_freq)
+    others = tracking_sinks(config.logging, start.folder.path, step, SCHEMA.to_document(config))
+    return Sinks([JsonlSink(start.folder.metrics), *others, console])
+
+
+def _on_device(held_out: HeldOut | None, engine: Engine) -> HeldOut | None:
+    if held_out is None:
+        return None
+    loader = prepare_loader(held_out.loader, engine.accelerator, engine.device)
+    return dataclasses.replace(held_out, loader=loader)
 
 
 def _headline(start: Start, num_parameters: int) -> str:

@@ -6,6 +6,7 @@ clear error. Vectors are held in memory, so that a batch is cut out of them in o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -96,6 +97,18 @@ class LeRobotDataset(Dataset[Batch]):
             tolerance_s=config.tolerance_s,
             cameras=policy.camera_names,
         )
+
+    def of_episodes(self, episodes: Sequence[int]) -> LeRobotDataset:
+        """Other episodes of the same data, with the same statistics and in the same memory.
+
+        Raises:
+            ConfigError: an episode that is not there, or that holds values that are not finite.
+        """
+        other = copy.copy(self)
+        other._frames = frames.select_frames(self.metadata, episodes)
+        columns = {name: column.numpy() for name, column in self._columns.items()}
+        frames.check_values(self.metadata.root, columns, other._frames)
+        return other
 
     @property
     def spec(self) -> DataSpec:

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from parallel_train.data.order import GlobalBatchSampler
+from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
 
 
 def build_loader(
     dataset: Dataset[Any],
-    sampler: GlobalBatchSampler,
+    sampler: GlobalBatchSampler | HeldOutSampler,
     *,
     num_workers: int = 0,
     prefetch_factor: int = 2,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """An endless loader of this rank's micro-batches, from the sampler's position on.
+    """A loader of this rank's micro-batches: endless from the sampler's position on, or held out.
 
     Nothing is drawn from the global generators: `iter(DataLoader)` takes its seeds from a
     generator of its own, and those of the workers follow from the sampler's seed, position and

@@ -101,6 +101,52 @@ class GlobalBatchSampler(Sampler[list[int]]):
             position += block
 
 
+class HeldOutSampler(Sampler[list[int]]):
+    """Index lists of this rank's batches of a whole dataset in order, once, for evaluation.
+
+    Every rank has as many batches; one whose samples end early repeats the first sample in batches
+    after `num_counted`.
+
+    Args:
+        num_samples: Samples in the dataset.
+        batch_size: Samples in one batch of one rank.
+        dp_rank: Which part this rank reads.
+        dp_world_size: Ranks that read different parts.
+        max_samples: Take this many, spread evenly; None takes all.
+    """
+
+    is_parallel_sampler = True
+    seed = start_samples = 0
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        max_samples: int | None = None,
+    ) -> None:
+        count = min(num_samples, max_samples or num_samples)
+        self._samples = [index * num_samples // count for index in range(count)]
+        self._starts = range(dp_rank * batch_size, count, batch_size * dp_world_size)
+        self._num_batches = -(-count // (batch_size * dp_world_size))
+        self._batch_size, self.dp_rank = batch_size, dp_rank
+
+    @property
+    def num_counted(self) -> int:
+        """Batches of this rank that hold samples of its own."""
+        return len(self._starts)
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in self._starts:
+            yield self._samples[start : start + self._batch_size]
+        for _ in range(self._num_batches - self.num_counted):
+            yield self._samples[:1]
+
+
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finalizer of splitmix64: every bit of the input moves every bit of the output."""
     values = values + _GOLDEN

@@ -1,0 +1,112 @@
+"""Which episodes are trained on and which are held out; torch-free.
+
+The split is a pure function of the config and of the dataset's episodes. It does not depend on the
+run's seed, so that runs with other seeds are compared on the same episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel_config import ConfigError, Problem
+from parallel_config.errors import report
+from parallel_train.data.config import DatasetConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Episodes that are held out of training, and how often the loss on them is taken."""
+
+    fraction: float = 0.0
+    """Share of the episodes that is held out; at least one episode when it is above 0."""
+    episodes: tuple[int, ...] | None = None
+    """Episodes that are held out, by number, instead of a share."""
+    freq: int = 100
+    """Optimizer updates between evaluations; one comes at the end of the run in any case."""
+    max_samples: int | None = None
+    """Held-out samples per evaluation, spread evenly over all of them; None takes all."""
+
+    def __post_init__(self) -> None:
+        if self.episodes is not None:
+            object.__setattr__(self, "episodes", tuple(self.episodes))
+        report(self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        if not 0 <= self.fraction < 1:
+            yield Problem(
+                "eval.fraction",
+                f"= {self.fraction}, but it is a share of the episodes in [0, 1).",
+                "Use --eval.fraction 0.1, or 0 to train on every episode.",
+            )
+        if self.fraction and self.episodes is not None:
+            yield Problem(
+                "eval.episodes", "and eval.fraction exclude each other.", "Give one of them."
+            )
+        if self.episodes is not None and not self.episodes:
+            yield Problem("eval.episodes", "= [] holds nothing out.", "Use --eval.episodes None.")
+        for name in ("freq", "max_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield Problem(
+                    f"eval.{name}", f"= {value}, but it is at least 1.", f"Use --eval.{name} 1."
+                )
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of episodes, ascending."""
+
+    trained: tuple[int, ...]
+    held_out: tuple[int, ...]
+
+
+def split_episodes(numbers: Sequence[int], dataset: DatasetConfig, config: EvalConfig) -> Split:
+    """Divide the episodes of a dataset.
+
+    Raises:
+        ConfigError: a held-out episode is not there or is named for training too, or nothing is
+            left to train on.
+    """
+    chosen = tuple(sorted(numbers if dataset.episodes is None else dataset.episodes))
+    held_out = _held_out(chosen, numbers, config)
+    if dataset.episodes is not None and config.episodes is not None:
+        both = sorted(set(chosen) & set(held_out))
+        if both:
+            raise ConfigError(
+                Problem(
+                    "eval.episodes",
+                    f"names {both[:10]}, which dataset.episodes trains on.",
+                    "Leave them out of one of the two.",
+                )
+            )
+    trained = tuple(number for number in chosen if number not in set(held_out))
+    if not trained:
+        raise ConfigError(
+            Problem(
+                "eval.episodes" if config.episodes is not None else "eval.fraction",
+                f"holds out {len(held_out)} of {len(chosen)} episodes: none is left to train on.",
+                "Hold out fewer.",
+            )
+        )
+    return Split(trained, held_out)
+
+
+def _held_out(chosen: Sequence[int], numbers: Sequence[int], config: EvalConfig) -> tuple[int, ...]:
+    if config.episodes is not None:
+        unknown = sorted(set(config.episodes) - set(numbers))
+        if unknown:
+            raise ConfigError(
+                Problem(
+                    "eval.episodes",
+                    f"names {unknown[:10]}, but the dataset has {len(numbers)} episodes, "
+                    f"{min(numbers)} to {max(numbers)}.",
+                    "Use --eval.episodes with numbers in that range.",
+                )
+            )
+        return tuple(sorted(set(config.episodes)))
+    if not config.fraction:
+        return ()
+    # Neighbours are often alike (one task after another), so the choice is spread over all.
+    count = max(1, round(config.fraction * len(chosen)))
+    return tuple(chosen[(2 * i + 1) * len(chosen) // (2 * count)] for i in range(count))

@@ -1,0 +1,46 @@
+"""TensorBoard and W&B show what metrics.jsonl holds, through a resume from an earlier step."""
+
+import json
+import sys
+
+import pytest
+
+from parallel_config import ConfigError
+from parallel_train import tracking
+from parallel_train.config import LoggingConfig
+
+
+def test_tensorboard_and_wandb_show_the_rows(ptrain, small):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ["--logging.tensorboard", "--logging.wandb", "--logging.wandb_mode", "offline"]
+    flags += ["--steps", 4, "--checkpoint.save_freq", 2]
+    ptrain("train", *small, *flags, "--output_dir", "run")
+    name = (ptrain.folder / "run/wandb_run_id").read_text()
+    ptrain("resume", "run/checkpoints/000002", "--seed", 9)
+    rows = ptrain.rows("run")
+    events = EventAccumulator(str(ptrain.folder / "run/tensorboard")).Reload()
+    for key in ("loss", "lr", "grad_norm", "samples_seen", "l1_loss"):
+        shown = [(event.step, pytest.approx(event.value)) for event in events.Scalars(key)]
+        assert shown == [(row["step"], row[key]) for row in rows]
+    runs = sorted((ptrain.folder / "run/wandb").glob("offline-run-*"))
+    assert len(runs) == 2
+    assert all(run.name.endswith(name) for run in runs)
+    assert b"l1_loss" in next(runs[0].glob("*.wandb")).read_bytes()
+
+
+def test_a_sink_that_is_not_installed_is_said_first(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"parallel-train\[wandb\]"):
+        tracking.require_installed(LoggingConfig(wandb=True))
+    tracking.require_installed(LoggingConfig())
+
+
+def test_wandb_without_an_account_says_what_to_do(ptrain, small):
+    environ = {"WANDB_API_KEY": "", "HOME": str(ptrain.folder), "NETRC": str(ptrain.folder / "no")}
+    flags = ["--logging.wandb", "--steps", 1, "--output_dir", "run"]
+    text = ptrain("train", *small, *flags, code=2, env=environ)
+    assert "logging.wandb = True" in text
+    assert "wandb login" in text
+    assert not json.loads((ptrain.folder / "run/metrics.jsonl").read_text() or "[]")
