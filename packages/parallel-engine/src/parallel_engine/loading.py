@@ -7,9 +7,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 
 from parallel_config import ConfigError, Problem
+
+_CUT = (
+    DistributedSampler,
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+)
+_SAMPLERS = ("batch_sampler", "sampler")
 
 
 class DeviceLoader:
@@ -29,29 +44,46 @@ class DeviceLoader:
 def prepare_loader(loader: Any, accelerator: Accelerator, device: torch.device) -> Any:
     """The loader as this rank reads it.
 
-    A batch sampler with `is_parallel_sampler = True` says that it yields this rank's own
-    micro-batches already.
+    A `DataLoader` is cut over the ranks by accelerate: rank r of n reads batches r, r + n, ... A
+    batch sampler with `is_parallel_sampler = True` says that it yields this rank's own
+    micro-batches already; so does any iterable that is no `DataLoader`. Those are only moved.
 
     Raises:
-        ConfigError: the loader is sharded already by another sampler.
+        ConfigError: the loader is cut over the ranks already.
     """
     if loader is None:
         return None
-    sampler = getattr(loader, "batch_sampler", None)
-    if getattr(sampler, "is_parallel_sampler", False):
+    if getattr(getattr(loader, "batch_sampler", None), "is_parallel_sampler", False):
         return DeviceLoader(loader, device)
-    inner = getattr(sampler, "sampler", None)
-    if isinstance(inner, DistributedSampler):
+    cut = next((part for part in _parts(loader) if _is_cut(part)), None)
+    if cut is not None:
         raise ConfigError(
             Problem(
                 "loader",
-                "has a DistributedSampler: its batches would be cut a second time.",
+                f"is cut over the ranks already, by a {type(cut).__name__}: the engine would cut "
+                "its batches a second time.",
                 "Give the engine the plain loader.",
             )
         )
     if not isinstance(loader, DataLoader):
         return DeviceLoader(loader, device)
     return accelerator.prepare_data_loader(loader)
+
+
+def _parts(loader: Any) -> Iterator[Any]:
+    """The loader, its dataset, and its samplers with those that they wrap."""
+    yield from (loader, getattr(loader, "dataset", None))
+    waiting = [getattr(loader, name, None) for name in _SAMPLERS]
+    while waiting:
+        part = waiting.pop()
+        if part is not None:
+            yield part
+            waiting += [getattr(part, name, None) for name in _SAMPLERS]
+
+
+def _is_cut(part: Any) -> bool:
+    """Whether it yields one rank's share: torch's sampler, accelerate's, or one like them."""
+    return isinstance(part, _CUT) or (hasattr(part, "num_replicas") and hasattr(part, "rank"))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
