@@ -36,6 +36,23 @@ _SWITCHES: Mapping[str, str] = {
     "ACCELERATE_DOWNCAST_BF16": "changes the dtype of tensors",
 }
 _VALUES: Mapping[str, str] = {"ACCELERATE_TORCH_DEVICE": "selects the device"}
+_LAUNCH = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_NAME",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        LISTEN_VARIABLE,
+        LAUNCHER_VARIABLE,
+    }
+)
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
 
 
@@ -55,8 +72,12 @@ class LaunchFacts:
     """Host of rank 0, where the ranks meet."""
     master_port: str = ""
     """Port on that host."""
+    is_launched: bool = False
+    """Whether a launcher has started this process, as its RANK tells."""
     listen_fd: int | None = None
     """On rank 0: the socket that already listens on that port, where the launcher opened it."""
+    launcher_fd: int | None = None
+    """Reads as ended once the launcher is gone, where it is ours."""
 
     @property
     def is_main(self) -> bool:
@@ -80,7 +101,9 @@ class LaunchFacts:
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
             master_addr=environ.get("MASTER_ADDR", "").strip(),
             master_port=environ.get("MASTER_PORT", "").strip(),
-            listen_fd=_number(environ, LISTEN_VARIABLE, -1) if LISTEN_VARIABLE in environ else None,
+            is_launched="RANK" in environ,
+            listen_fd=_descriptor(environ, LISTEN_VARIABLE),
+            launcher_fd=_descriptor(environ, LAUNCHER_VARIABLE),
         )
         if world_size < 1 or not 0 <= rank < world_size:
             raise ConfigError(
@@ -99,6 +122,18 @@ class LaunchFacts:
                 )
             )
         return facts
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment less what a launcher told this process about its place in a launch.
+
+    Left over from another launch it would send new ranks to a stranger's port.
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _LAUNCH and not name.startswith("TORCHELASTIC_")
+    }
 
 
 def environment_wins(environ: Mapping[str, str] | None = None) -> bool:
@@ -168,3 +203,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         raise ConfigError(
             Problem(name, f"= {text!r} is no number.", f"Unset {name}, or start through torchrun.")
         ) from None
+
+
+def _descriptor(environ: Mapping[str, str], name: str) -> int | None:
+    return _number(environ, name, 0) if environ.get(name, "").strip() else None

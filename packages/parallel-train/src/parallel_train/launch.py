@@ -1,20 +1,55 @@
-"""`--nproc_per_node N`: start the ranks of this machine through torch's own elastic launcher."""
+"""`--nproc_per_node N`: the ranks of this machine, started, watched and ended together.
+
+No torch here: the launcher starts in a moment and lives beside the ranks for days.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
+import signal
+import socket
+import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from parallel_train.signals import PREEMPTED
+from parallel_config.environment import LAUNCHER_VARIABLE, LISTEN_VARIABLE, without_launch
+from parallel_train.signals import NOT_PUBLISHED, PREEMPTED, StopRequest, held_back
 
-EXIT_CODES_VARIABLE = "PARALLEL_EXIT_CODES"
-"""Folder in which each worker leaves its exit code: after a signal the launcher forgets them."""
+PEERS_S = 30.0
+"""Seconds that the other ranks have to leave by themselves once one has left."""
+POLL_S = 0.05
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank, in a process group of its own, which its loader workers belong to as well."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank alone: its loader workers follow it."""
+        if self.is_running:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the rank and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def __str__(self) -> str:
+        code = self.process.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
+        return f"rank {self.rank} (process {self.process.pid}) {how}"
 
 
 def without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -35,63 +70,109 @@ def without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
     """Run `ptrain <argv>` on `nproc_per_node` ranks of this machine and wait for them.
 
-    SIGTERM, SIGINT and SIGUSR1 are passed on to the workers, which have `grace_s` seconds to
-    write a checkpoint. Returns 0 when all ended well, 75 when they were preempted and saved, 2
-    when the input was wrong, 1 otherwise.
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to write a
+    checkpoint and leave; a second signal ends them at once. Returns 0 when all ended well, 75 when
+    they were preempted and saved, 2 when the input was wrong, 128 + n when a second signal n ended
+    them, 1 otherwise. No rank outlives the call, and ranks whose launcher was killed stop.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    workers: list[Worker] = []
+    ended_by: list[int] = []
 
-    # Left over from another launch they would send the ranks to a stranger's port.
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="ptrain-") as folder:
-        os.environ[EXIT_CODES_VARIABLE] = folder
-        options: dict[str, Any] = {
-            "min_nodes": 1,
-            "max_nodes": 1,
-            "nproc_per_node": nproc_per_node,
-            "run_id": uuid.uuid4().hex,
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": "localhost:0",  # port 0: the system picks a free one
-            "max_restarts": 0,
-            "signals_to_handle": "SIGTERM,SIGINT,SIGUSR1",
-            "shutdown_timeout": max(1, round(grace_s)),
-        }
-        known = {field.name for field in dataclasses.fields(LaunchConfig)}
-        config = LaunchConfig(**{k: v for k, v in options.items() if k in known})
-        command = ["-u", "-m", "parallel_train", *argv]
+    def at_once(number: int) -> None:
+        ended_by.append(number)
+        for worker in workers:
+            worker.kill()
+
+    stop = StopRequest(
+        announce="saving, then leaving; send it again to stop at once", on_second=at_once
+    )
+    with stop:
         try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            codes = _codes(Path(folder)) or {f.exitcode for f in error.failures.values()}
-            return _verdict(codes, complete=True)
-        except SignalException:
-            codes = _codes(Path(folder))
-            return _verdict(codes, complete=len(_files(Path(folder))) == nproc_per_node)
-        return 0
+            with _start(workers, argv, nproc_per_node):
+                complaint = _wait(workers, stop, grace_s)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.process.wait()
+    if ended_by:
+        return 128 + ended_by[0]
+    if complaint:
+        print(f"ptrain: {complaint}", file=sys.stderr)
+    return _verdict([worker.process.returncode for worker in workers])
 
 
-def leave_exit_code(code: int) -> None:
-    """In a worker: note the exit code for the launcher. Free when there is none."""
-    folder = os.environ.get(EXIT_CODES_VARIABLE)
-    if folder and Path(folder).is_dir():
-        (Path(folder) / os.environ.get("RANK", "0")).write_text(str(code))
+@contextlib.contextmanager
+def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[None]:
+    """Start the ranks. Within, they know that the launcher is there."""
+    command = [sys.executable, "-u", "-m", "parallel_train", *argv]
+    # Opened here and handed to rank 0, so that nobody can take the port in between.
+    with socket.create_server((HOST, 0), backlog=count) as meeting, _pipe() as (watched, _):
+        for rank in range(count):
+            descriptors = [watched, *([meeting.fileno()] if rank == 0 else [])]
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_ADDR": HOST,
+                "MASTER_PORT": meeting.getsockname()[1],
+                LAUNCHER_VARIABLE: watched,
+                **({LISTEN_VARIABLE: meeting.fileno()} if rank == 0 else {}),
+            }
+            environ = {"OMP_NUM_THREADS": "1", **without_launch(os.environ)}
+            environ |= {name: str(value) for name, value in variables.items()}
+            with held_back():  # until the rank can answer; it inherits that
+                # A session of its own keeps Ctrl-C in a terminal from reaching ranks twice.
+                process = subprocess.Popen(
+                    command, env=environ, pass_fds=descriptors, start_new_session=True
+                )
+                workers.append(Worker(rank, process))
+        meeting.close()  # it is rank 0's now: where that rank is gone, nothing must answer
+        yield
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
+    """Until no rank is left. Returns what went wrong, in words; nothing if all was well."""
+    passed_on = False
+    first: Worker | None = None
+    deadline, why = float("inf"), ""
+    while running := [worker for worker in workers if worker.is_running]:
+        now = time.monotonic()
+        if stop.received is not None and not passed_on:
+            passed_on = True
+            for worker in running:
+                worker.signal(stop.received)
+            deadline = now + grace_s
+            why = f"did not leave within --grace_s {grace_s:g} after {stop.received.name}"
+        ended = [worker for worker in workers if worker.process.returncode]
+        # Ranks that leave with 0 have all met before; the main rank may still be publishing.
+        if first is None and ended:
+            first = min(ended, key=lambda w: w.process.returncode)
+            if now + PEERS_S < deadline:
+                deadline, why = now + PEERS_S, f"did not leave within {PEERS_S:g} s after {first}"
+        if now > deadline:
+            for worker in running:
+                worker.kill()
+            return f"ranks {[worker.rank for worker in running]} {why}, and were killed."
+        time.sleep(POLL_S)
+    is_well = _verdict([worker.process.returncode for worker in workers]) != 1
+    return "" if is_well or first is None else f"{first} first."
 
 
-def _codes(folder: Path) -> set[int]:
-    return {int(path.read_text() or "1") for path in _files(folder)}
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    try:
+        yield reading, writing
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
-def _verdict(codes: set[int], *, complete: bool) -> int:
-    if not complete or not codes:
-        return 1
-    if codes <= {0, PREEMPTED}:
-        return PREEMPTED if PREEMPTED in codes else 0
-    return 2 if codes == {2} else 1
+def _verdict(codes: Sequence[int]) -> int:
+    found = set(codes)
+    if found <= {0, PREEMPTED}:
+        return PREEMPTED if PREEMPTED in found else 0
+    if found <= {0, NOT_PUBLISHED}:
+        return NOT_PUBLISHED
+    return 2 if found == {2} else 1

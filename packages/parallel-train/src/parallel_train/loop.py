@@ -61,6 +61,8 @@ class Loop:
         random numbers.
         """
         step, watch = self.start_step, Stopwatch()
+        if self.engine.any(stop.received is not None):
+            return step  # asked while starting: there is nothing new to save
         windows = self.engine.accumulate(self.prepared.loader)
         for micro_batches in itertools.islice(windows, self.config.steps - self.start_step):
             if step == self.start_step and restore_rng is not None:
@@ -75,14 +77,16 @@ class Loop:
             )
             step += 1
             seconds = watch.lap()
-            found = self.evaluate() if self._evaluation_due(step) else {}
-            self.sinks.emit(self._row(step, report, seconds, found))
             stopping = self.engine.any(stop.received is not None)
+            found = self.evaluate() if self._evaluation_due(step) and not stopping else {}
+            self.sinks.emit(self._row(step, report, seconds, found))
             if self._due(step) or stopping:
                 self.save(step)
             watch.lap()  # evaluating and saving are no training time
             if stopping:
                 break
+        with self.engine.telling_peers():
+            self.saver.wait()
         return step
 
     def evaluate(self) -> dict[str, float]:
@@ -102,7 +106,7 @@ class Loop:
 
     def save(self, step: int) -> None:
         """Collective: every rank. Write the checkpoint of `step`."""
-        with self.prepared.averaged():
+        with self.engine.telling_peers(), self.prepared.averaged():
             self.saver.save(
                 step=step,
                 samples_seen=self._samples(step),

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 PREEMPTED = 75
 """Exit code of a run that saved and left because it was asked to (EX_TEMPFAIL of sysexits.h)."""
+NOT_PUBLISHED = 3
+"""Exit code: what was made is whole and kept here, but it is not on the Hub."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ONE_REQUEST_S = 2.0
+"""Signals this close together are one request: schedulers signal a launcher and its workers, and
+the launcher passes its own on."""
 
 
-class StopRequest:
-    """Notes the first stop signal; a second one ends the process at once.
+def end_at_once(number: int) -> None:
+    """Leave as a shell reports a process that died of the signal.
 
     Checkpoints are committed by rename, so that ending at any moment damages none.
     """
+    os._exit(128 + number)
 
-    def __init__(self) -> None:
+
+class StopRequest:
+    """Notes the first stop signal; a later one means at once. Entered in the main thread."""
+
+    def __init__(
+        self, *, announce: str = "", on_second: Callable[[int], None] = end_at_once
+    ) -> None:
+        """`announce` is written to stderr at the first signal, after the signal's name."""
         self.received: signal.Signals | None = None
+        self._since = 0.0
+        self._announce = announce
+        self._on_second = on_second
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have held them
         return self
 
     def __exit__(
@@ -36,6 +57,40 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            os._exit(128 + number)
-        self.received = signal.Signals(number)
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._since = signal.Signals(number), now
+            if self._announce:  # no print: the signal may have come in the middle of one
+                os.write(2, f"{self.received.name}: {self._announce}\n".encode())
+        elif now - self._since > ONE_REQUEST_S:
+            self._on_second(number)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Stop signals wait meanwhile, also in processes started here until they enter a request."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop_without_launcher(descriptor: int) -> None:
+    """Ask this process to stop once the launcher, which holds the other end, is gone.
+
+    All its workers notice at the same time; without a launcher nobody would wait for them.
+    """
+    thread = threading.Thread(
+        target=_watch_launcher, args=(descriptor,), daemon=True, name="launcher"
+    )
+    thread.start()
+
+
+def _watch_launcher(descriptor: int) -> None:
+    try:
+        gone = os.read(descriptor, 1) == b""
+    except OSError:  # a process further down inherited the number, not the descriptor
+        return
+    if gone:
+        os.kill(os.getpid(), signal.SIGTERM)

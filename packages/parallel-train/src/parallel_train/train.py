@@ -64,8 +64,8 @@ class Outcome:
         return PREEMPTED if self.preempted else 0
 
 
-def train(job: Job) -> Outcome:
-    """Collective: every rank. Train from the job's start to its last step.
+def train(job: Job, stop: StopRequest) -> Outcome:
+    """Collective: every rank. Train from the job's start to its last step, or to a request to stop.
 
     Raises:
         ConfigError: wrong input or a damaged checkpoint, the same on every rank.
@@ -80,65 +80,65 @@ def train(job: Job) -> Outcome:
         opened = read_start(start.checkpoint, topology=start.topology, verify="fast")
     step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
     if step >= config.steps:
-        print(f"{start.folder.path} is finished: step {step} of {config.steps}", flush=True)
+        if facts.is_main:
+            print(f"{start.folder.path} is finished: step {step} of {config.steps}", flush=True)
         return Outcome(folder=start.folder, step=step)
 
-    with StopRequest() as stop:
-        engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
-        task = build_task(
-            config, start.topology, engine.rank, samples_seen=samples, device=engine.device
+    engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
+    task = build_task(
+        config, start.topology, engine.rank, samples_seen=samples, device=engine.device
+    )
+    from_main(start.folder.create)
+    saver = CheckpointSaver(
+        start.folder.path,
+        topology=start.topology,
+        config=config.checkpoint,
+        checkpoint_format=config.checkpoint_format,
+        provenance=_provenance(job),
+    )
+    model, optimizer, scheduler, loader = engine.prepare(
+        task.model, task.optimizer, task.scheduler, task.loader
+    )
+    prepared = Prepared(
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        task.loss_fn,
+        ema=Ema(model, optimizer, config.ema) if config.ema.decay is not None else None,
+        held_out=_on_device(task.held_out, engine),
+    )
+    notes = [*start.notes, *(opened.notes if opened else ())]
+    if start.checkpoint is not None:
+        restore(
+            start.checkpoint,
+            prepared.model,
+            prepared.optimizer,
+            prepared.scheduler,
+            keep=kept_hyperparameters(start.changed),
         )
-        from_main(start.folder.create)
-        saver = CheckpointSaver(
-            start.folder.path,
-            topology=start.topology,
-            config=config.checkpoint,
-            checkpoint_format=config.checkpoint_format,
-            provenance=_provenance(job),
+        notes += filter(None, [resume_average(model, optimizer, prepared.ema)])
+    text = SCHEMA.dump(config)
+    from_main(lambda: _open_folder(start, text, step))
+    seed_rank(config.seed, engine.rank)
+    with saver, together(lambda: _sinks(engine.is_main, start, step)) as sinks:
+        for line in notes:
+            sinks.note(line)
+        sinks.note(_headline(start, task.num_parameters))
+        loop = Loop(
+            config=config,
+            engine=engine,
+            prepared=prepared,
+            saver=saver,
+            sinks=sinks,
+            train_config=text,
+            model_files=task.model_files,
+            start_step=step,
+            start_samples=samples,
         )
-        model, optimizer, scheduler, loader = engine.prepare(
-            task.model, task.optimizer, task.scheduler, task.loader
-        )
-        prepared = Prepared(
-            model,
-            optimizer,
-            scheduler,
-            loader,
-            task.loss_fn,
-            ema=Ema(model, optimizer, config.ema) if config.ema.decay is not None else None,
-            held_out=_on_device(task.held_out, engine),
-        )
-        notes = [*start.notes, *(opened.notes if opened else ())]
-        if start.checkpoint is not None:
-            restore(
-                start.checkpoint,
-                prepared.model,
-                prepared.optimizer,
-                prepared.scheduler,
-                keep=kept_hyperparameters(start.changed),
-            )
-            notes += filter(None, [resume_average(model, optimizer, prepared.ema)])
-        text = SCHEMA.dump(config)
-        from_main(lambda: _open_folder(start, text, step))
-        seed_rank(config.seed, engine.rank)
-        with saver, together(lambda: _sinks(engine.is_main, start, step)) as sinks:
-            for line in notes:
-                sinks.note(line)
-            sinks.note(_headline(start, task.num_parameters))
-            loop = Loop(
-                config=config,
-                engine=engine,
-                prepared=prepared,
-                saver=saver,
-                sinks=sinks,
-                train_config=text,
-                model_files=task.model_files,
-                start_step=step,
-                start_samples=samples,
-            )
-            began = time.perf_counter()
-            done = loop.run(stop, opened.restore_rng if opened else None)
-            sinks.note(_summary(start.folder, done, config.steps, time.perf_counter() - began))
+        began = time.perf_counter()
+        done = loop.run(stop, opened.restore_rng if opened else None)
+        sinks.note(_summary(start.folder, step, done, config.steps, time.perf_counter() - began))
     return Outcome(folder=start.folder, step=done, preempted=done < config.steps)
 
 
@@ -183,7 +183,9 @@ def _headline(start: Start, num_parameters: int) -> str:
     )
 
 
-def _summary(folder: RunFolder, done: int, steps: int, seconds: float) -> str:
+def _summary(folder: RunFolder, begun: int, done: int, steps: int, seconds: float) -> str:
+    if done == begun:
+        return f"stopped on request before the first update: step {done} of {steps}"
     state = "finished" if done >= steps else "stopped on request, checkpoint written"
     goal = steps if done < steps else 2 * steps
     return "\n".join(

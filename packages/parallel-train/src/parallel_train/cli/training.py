@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, Problem
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import ResumeCommand, TrainCommand
 from parallel_train.cli.parsing import Parsed
 from parallel_train.config import SCHEMA
-from parallel_train.signals import PREEMPTED
+from parallel_train.signals import (
+    NOT_PUBLISHED,
+    PREEMPTED,
+    StopRequest,
+    stop_without_launcher,
+)
+
+if TYPE_CHECKING:
+    from parallel_train.train import Job, Outcome
+
+ANNOUNCEMENT = "saving at the end of this update, then leaving; send it again to stop at once"
 
 
 def run(parsed: Parsed) -> int:
@@ -29,29 +39,84 @@ def run(parsed: Parsed) -> int:
     except ConfigError as error:
         return fail(error, f"ptrain {parsed.argv[0]}")
     nproc = command.launch.nproc_per_node
-    if nproc is not None and "RANK" not in os.environ:
-        return _launch(parsed, nproc)
-    return _work(parsed, facts)
+    if nproc is None:
+        return _work(parsed, facts)
+    return _launch(parsed, facts, nproc)
 
 
-def _launch(parsed: Parsed, nproc: int) -> int:
+def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:
     from parallel_train.launch import launch, without_flags
 
     if nproc < 1:
-        print(f"--nproc_per_node = {nproc}, but it is at least 1.", file=sys.stderr)
-        return 2
+        return _refuse("--nproc_per_node", f"= {nproc}, but it is at least 1.", "")
+    if facts.is_launched:
+        return _refuse(
+            "--nproc_per_node",
+            f"= {nproc}, but RANK = {facts.rank} is set: a launcher has started this process.",
+            "Leave the flag out under torchrun or srun; a RANK left over from them must be unset.",
+        )
     argv = without_flags(parsed.argv, ("nproc_per_node", "grace_s"))
     return launch(argv, nproc_per_node=nproc, grace_s=parsed.command.launch.grace_s)
 
 
+def _refuse(path: str, message: str, remedy: str) -> int:
+    return fail(ConfigError(Problem(path, message, remedy)), "ptrain")
+
+
 def _work(parsed: Parsed, facts: LaunchFacts) -> int:
-    from parallel_engine import leave
-    from parallel_train.launch import leave_exit_code
-    from parallel_train.train import Job, train
+    """Be a rank. Its exit code; one of several leaves the process here."""
+    # Before torch is imported: a signal during the start is a request like any other.
+    announce = "" if facts.launcher_fd is not None or not facts.is_main else ANNOUNCEMENT
+    with StopRequest(announce=announce) as stop:
+        if facts.launcher_fd is not None:
+            stop_without_launcher(facts.launcher_fd)
+        code = _train(parsed, facts, stop)
+        if facts.world_size > 1:
+            from parallel_engine import leave
+
+            leave(code, together=code in (0, PREEMPTED))
+    return code
+
+
+def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
+    import torch.distributed as dist
+
+    from parallel_engine import PeerError
+    from parallel_train.train import train
+
+    try:
+        return _finish(train(_job(parsed), stop), facts)
+    except ConfigError as error:
+        # Agreed errors are the main rank's to print; before the ranks have met each has its own.
+        if facts.is_main or not dist.is_initialized():
+            fail(error, f"ptrain {parsed.argv[0]}")
+        return USAGE_ERROR
+    except PeerError as error:
+        print(f"ptrain: rank {facts.rank} leaves: {error}", file=sys.stderr)
+    except Exception:
+        # The group may be broken: say why and leave without a collective.
+        traceback.print_exc()
+    return 1
+
+
+def _finish(outcome: Outcome, facts: LaunchFacts) -> int:
+    """Exit code of a run that ended well; what it publishes is sent once the ranks have parted."""
+    if outcome.publisher is None:
+        return outcome.exit_code
+    from parallel_engine import part
+
+    part()
+    if not facts.is_main or outcome.publisher.finish(preempted=outcome.preempted):
+        return outcome.exit_code
+    return outcome.exit_code or NOT_PUBLISHED
+
+
+def _job(parsed: Parsed) -> Job:
+    from parallel_train.train import Job
 
     command = parsed.command
     resume = isinstance(command, ResumeCommand)
-    job = Job(
+    return Job(
         config=command.run,
         resume="must" if resume else command.resume,
         checkpoint=Path(command.path) if resume else None,
@@ -62,15 +127,3 @@ def _work(parsed: Parsed, facts: LaunchFacts) -> int:
         allow_batch_change=command.allow_batch_change,
         notes=parsed.notes,
     )
-    try:
-        code = train(job).exit_code
-    except ConfigError as error:
-        code = fail(error, f"ptrain {parsed.argv[0]}") if facts.is_main else USAGE_ERROR
-    except Exception:
-        # The group may be broken: say why and leave without a collective.
-        traceback.print_exc()
-        code = 1
-    leave_exit_code(code)
-    if facts.world_size > 1:
-        leave(code, together=code in (0, PREEMPTED))
-    return code
