@@ -67,9 +67,7 @@ def facts(**changes):
 
 
 def test_an_incomplete_address_is_named():
-    with pytest.raises(
-        ConfigError, match="MASTER_PORT is not set, but RANK = 0"
-    ):
+    with pytest.raises(ConfigError, match="MASTER_PORT is not set, but RANK = 0"):
         meet(facts(master_port=""), seconds(2))
     with pytest.raises(ConfigError, match="MASTER_ADDR is not set"):
         meet(facts(master_addr="", rank=1), seconds(2))

@@ -19,7 +19,7 @@ from parallel_config.environment import LAUNCHER_VARIABLE, LISTEN_VARIABLE, with
 from parallel_train.signals import NOT_PUBLISHED, PREEMPTED, StopRequest, held_back
 
 PEERS_S = 30.0
-"""Seconds that the other ranks have to leave by themselves once one has left."""
+"""Seconds that the other ranks have to leave by themselves once one has failed."""
 POLL_S = 0.05
 HOST = "127.0.0.1"
 
@@ -35,6 +35,11 @@ class Worker:
     def is_running(self) -> bool:
         """Whether it has not ended yet."""
         return self.process.poll() is None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it has ended as it should; the main rank may still publish for a while."""
+        return self.process.returncode in (0, PREEMPTED, NOT_PUBLISHED)
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone: its loader workers follow it."""
@@ -148,7 +153,8 @@ def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
         # Ranks that leave with 0 have all met before; the main rank may still be publishing.
         if first is None and ended:
             first = min(ended, key=lambda w: w.process.returncode)
-            if now + PEERS_S < deadline:
+            is_failed = first.process.returncode not in (0, PREEMPTED)
+            if is_failed and now + PEERS_S < deadline:
                 deadline, why = now + PEERS_S, f"did not leave within {PEERS_S:g} s after {first}"
         if now > deadline:
             for worker in running:
