@@ -62,9 +62,9 @@ def test_the_average_is_what_is_kept_and_the_weights_are_what_goes_on(ptrain, sm
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--eval.episodes", 0], "eval.episodes: names [0], which dataset.episodes trains on"),
-        (["--eval.episodes", 99], "eval.episodes: names [99], but the dataset has 80 episodes"),
-        (["--eval.fraction", "0.9"], "eval.fraction: holds out 2 of 2 episodes"),
+        (["--eval.episodes", 0], "eval.episodes names [0], which dataset.episodes trains on"),
+        (["--eval.episodes", 99], "eval.episodes names [99], but the dataset has 80 episodes"),
+        (["--eval.fraction", "0.9"], "eval.fraction holds out 2 of 2 episodes"),
         (["--eval.fraction", "1.5"], "eval.fraction = 1.5"),
     ],
 )

@@ -19,6 +19,7 @@ RUNNERS = {
     "convert": "parallel_train.cli.offline",
     "publish": "parallel_train.cli.publishing",
     "evaluate": "parallel_train.cli.evaluating",
+    "report": "parallel_train.cli.reporting",
     "doctor": "parallel_train.cli.doctor",
 }
 USAGE_ERROR = 2
@@ -35,9 +36,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command. Returns the exit code: 0 done, 2 wrong input, 75 preempted, 1 otherwise."""
+    from parallel_train.cli.from_hub import fetched
     from parallel_train.cli.parsing import parse
 
     try:
+        argv = fetched(argv)
         parsed = parse(list(argv) or ["--help"])
     except ConfigError as error:
         return fail(error, "ptrain " + " ".join(argv[:1]))

@@ -52,8 +52,11 @@ class TrainCommand:
 class ResumeCommand:
     """Continue a run from a checkpoint. Flags change its config from here on."""
 
-    path: Positional[str]
-    """The run folder, a checkpoint in it, or `last`."""
+    path: Positional[str | None] = None
+    """The run folder, a checkpoint in it, or `last`; left out with --from_hub."""
+    from_hub: Annotated[str | None, arg(metavar="USER/RUN[@BRANCH]")] = None
+    """Fetch the newest complete checkpoint that --publish.push_checkpoints has pushed there, into
+    --output_dir, check it, and continue from it."""
     run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
     policy_type: PolicyType = "act"
     print_config: bool = False
@@ -96,6 +99,17 @@ class EvaluateCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """Draw a run: loss, learning rate, gradient norm and throughput."""
+
+    path: Positional[str]
+    """A run folder."""
+    output: str | None = None
+    """Picture to write, by its suffix (.png, .svg, .pdf); None writes report.png into the run
+    folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InspectCommand:
     """Say what a checkpoint, or a whole run, holds."""
 
@@ -129,6 +143,10 @@ class ConvertCommand:
     """Largest file; bigger models are split with an index."""
     delete_dcp: bool = False
     """Remove the DCP shards once the result has been read back and compared."""
+    push_to_hub: Annotated[str | None, arg(metavar="USER/NAME")] = None
+    """Publish the result to this repository on the Hugging Face Hub, as `ptrain publish` does."""
+    private: bool = False
+    """With --push_to_hub: keep the repository private."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +160,10 @@ class PublishCommand:
     private: bool = False
     """Keep the repository private."""
     revision: str | None = None
-    """Branch to commit to; None is main."""
+    """Branch to commit to; None is main, with --resumable it is checkpoints."""
+    resumable: bool = False
+    """Send the whole checkpoint, optimizer and all, for `ptrain resume --from_hub`, instead of the
+    model."""
     license: str | None = None
     """Identifier of the licence in the model card, such as apache-2.0."""
     tags: tuple[str, ...] = ()
@@ -153,6 +174,8 @@ class PublishCommand:
     """Dtype of the published floating-point weights."""
     max_shard_size: str = "5GB"
     """Largest file; bigger models are split with an index."""
+    timeout_s: int = 7200
+    """Seconds after which the upload counts as failed; what was to be sent is kept."""
     dry_run: bool = False
     """Build and check everything here, send nothing."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.conf import AvoidSubcommands, EnumChoicesFromValues, subcommand
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, Problem
 from parallel_config.codec import Loaded
 from parallel_config.errors import collect_problems
 from parallel_train.cli import flags as argv_flags
@@ -21,6 +21,7 @@ from parallel_train.cli.commands import (
     InspectCommand,
     PlanCommand,
     PublishCommand,
+    ReportCommand,
     ResumeCommand,
     TrainCommand,
     VerifyCommand,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, type[Any]] = {
     "convert": ConvertCommand,
     "publish": PublishCommand,
     "evaluate": EvaluateCommand,
+    "report": ReportCommand,
     "doctor": DoctorCommand,
 }
 DESCRIPTION = "Train, resume and distribute policies; one config owns the run."
@@ -108,10 +110,15 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
         loaded = read_config(Path(file).expanduser(), trusted=True)
         return _with_policy(cls(run=loaded.config), words), loaded.notes
     if name == "resume":
-        path = next(
-            iter(argv_flags.positionals(words, _flags(TrainCommand(), ResumeCommand(path="")))),
-            None,
-        )
+        path = next(iter(argv_flags.positionals(words, resume_flags())), None)
+        if path is None and not {"-h", "--help"} & set(words):
+            raise ConfigError(
+                Problem(
+                    "path",
+                    "is missing: what is to be resumed?",
+                    "Use `ptrain resume RUN`, or `ptrain resume --from_hub user/run`.",
+                )
+            )
         if path is None:
             return None, ()
         loaded = checkpoint_config(path, words)
@@ -142,6 +149,11 @@ def _with_policy(command: Any, words: Sequence[str]) -> Any:
     return dataclasses.replace(command, run=run, policy_type=wanted)
 
 
+def resume_flags() -> dict[str, int]:
+    """Flags of `ptrain resume`, whatever policy it resumes."""
+    return _flags(TrainCommand(), ResumeCommand())
+
+
 def _flags(*commands: Any) -> dict[str, int]:
     """Flags of the commands; the sections that tyro flattens lose their prefix here too."""
     table: dict[str, int] = {}
@@ -153,6 +165,7 @@ def _flags(*commands: Any) -> dict[str, int]:
                 VerifyCommand(path=""),
                 ConvertCommand(path=""),
                 EvaluateCommand(path=""),
+                ReportCommand(path=""),
                 PublishCommand(path="", repo_id=""),
                 DoctorCommand(),
             )

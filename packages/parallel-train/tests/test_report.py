@@ -1,0 +1,77 @@
+"""`ptrain report`: a picture of what metrics.jsonl holds."""
+
+import json
+
+import pytest
+from matplotlib.figure import Figure
+
+from parallel_train.cli.app import run
+from parallel_train.report import draw_report, read_rows
+
+
+def rows(count, **extra):
+    return [
+        {"step": i, "loss": 1.0 / i, "grad_norm": 2.0, "lr": 0.1, "samples_seen": 8 * i,
+         "samples_per_s": 80.0, **extra}
+        for i in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def write(folder, lines):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_every_number_is_drawn(tmp_path, monkeypatch):
+    found = {}
+
+    def look(figure, target, **_):
+        for axes in figure.axes:
+            for line in axes.lines:
+                found[line.get_label()] = line.get_xydata().tolist()
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    lines = rows(3)
+    lines[2]["eval_loss"] = 0.5
+    draw_report(write(tmp_path / "run", lines))
+    assert found["loss"] == [[1, 1.0], [2, 0.5], [3, 1 / 3]]
+    assert found["eval_loss"] == [[3, 0.5]]
+    assert found.keys() == {"loss", "eval_loss", "lr", "grad_norm", "samples_per_s"}
+
+
+def test_the_picture_is_written_where_asked(tmp_path, capsys):
+    folder = write(tmp_path / "run", rows(2))
+    assert run(["report", str(folder)]) == 0
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.strip() == str(folder / "report.png")
+    assert run(["report", str(folder), "--output", str(tmp_path / "a.svg")]) == 0
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_line_cut_short_is_left_out(tmp_path):
+    folder = write(tmp_path / "run", rows(2))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [row["step"] for row in read_rows(folder)] == [1, 2]
+
+
+def test_losses_of_zero_or_infinity_are_drawn_too(tmp_path):
+    lines = [*rows(1, loss2=0), {**rows(2)[1], "loss": float("inf")}, {**rows(2)[1], "loss": 0.0}]
+    assert draw_report(write(tmp_path / "run", lines)).is_file()
+
+
+@pytest.mark.parametrize(
+    ("lines", "output", "message"),
+    [
+        (None, None, "holds no metrics.jsonl"),
+        ([], None, "holds no rows yet"),
+        (rows(1), "a.docx", "cannot be written"),
+        (rows(1), "none/a.png", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(tmp_path, capsys, lines, output, message):
+    folder = tmp_path / "run" if lines is None else write(tmp_path / "run", lines)
+    flags = ["--output", str(tmp_path / output)] if output else []
+    assert run(["report", str(folder), *flags]) == 2
+    assert message in capsys.readouterr().err
