@@ -7,6 +7,7 @@ from parallel_engine._ranks import agree as agree
 from parallel_engine._ranks import connect as connect
 from parallel_engine._ranks import from_main as from_main
 from parallel_engine._ranks import leave as leave
+from parallel_engine._ranks import part as part
 from parallel_engine._ranks import together as together
 from parallel_engine.ema import Ema as Ema
 from parallel_engine.ema import resume_average as resume_average

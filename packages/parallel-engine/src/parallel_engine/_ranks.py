@@ -115,6 +115,16 @@ def any_rank(flag: bool) -> bool:
     return bool(value)
 
 
+def part() -> None:
+    """Collective: every rank. Meet once more and dissolve the group.
+
+    What a rank does afterwards is its own, however long it takes: nobody waits for it.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def leave(code: int, *, together: bool | None = None) -> NoReturn:
     """End this rank's process, in the worker's main only.
 
@@ -122,9 +132,8 @@ def leave(code: int, *, together: bool | None = None) -> NoReturn:
     breaks the others' last collective. So ranks that end well (`together`, by default with code 0)
     meet once more and destroy the group; one that failed waits for nobody.
     """
-    if dist.is_initialized() and (code == 0 if together is None else together):
-        dist.barrier()
-        dist.destroy_process_group()
+    if code == 0 if together is None else together:
+        part()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -36,11 +36,11 @@ from parallel_publish.errors import PublishError
 from parallel_publish.hub import (
     RemoteFile,
     Target,
+    at_one_state,
     download,
     list_files,
     note,
     publish_files,
-    revision_sha,
 )
 from parallel_publish.sharing import shareable, shareable_bytes
 
@@ -173,7 +173,7 @@ class CheckpointPusher:
 
     def _failed(self, push: Push, path: Path) -> None:
         if path.exists():  # else retention has deleted it
-            push = replace(push, retry=_retry(path, self._target))
+            push = replace(push, retry=push_command(path, self._target))
         self._results.append(push)
         way = f"; retry with: {push.retry}" if push.retry else ""
         self._on_note(f"checkpoint {push.step} not pushed: {push.error}{way}")
@@ -210,7 +210,7 @@ def fetch_checkpoint(target: Target, run_dir: str | Path, *, step: int | None = 
         CheckpointNotFound: there is none on the Hub.
         DamagedCheckpoint: what came differs from its manifest.
     """
-    target = replace(target, revision=revision_sha(target))  # one state for all that follows
+    target = at_one_state(target)
     number = newest_on_hub(target)[0] if step is None else step
     run = RunFolder(Path(run_dir).expanduser().absolute())
     final = run.step(number)
@@ -323,7 +323,8 @@ def _problems(folder: StepFolder) -> list[Problem]:
         return list(error.problems)
 
 
-def _retry(path: Path, target: Target) -> str:
+def push_command(path: Path, target: Target) -> str:
+    """The command that pushes a checkpoint."""
     return (
         f"ptrain publish {shlex.quote(str(path))} --resumable --repo_id {target.repo_id} "
         f"--revision {shlex.quote(target.revision)}"

@@ -190,13 +190,19 @@ def list_files(target: Target) -> list[RemoteFile]:
     return _ask(target, ask, "read")
 
 
-def revision_sha(target: Target) -> str:
-    """The commit that the revision is now, so that several downloads see one state."""
-    return _ask(
+def at_one_state(target: Target) -> Target:
+    """The target at the commit that its revision is now, so that several requests see one state.
+
+    Raises:
+        PublishError: there is no such repository or revision, or no way in.
+    """
+    _refuse_offline(target)
+    sha = _ask(
         target,
         lambda: str(_api(target).repo_info(target.repo_id, revision=target.revision).sha),
         "read",
     )
+    return replace(target, revision=sha)
 
 
 def download(

@@ -32,6 +32,7 @@ from parallel_publish.bundle import is_weight_file, remove_stale_weights, write_
 from parallel_publish.config import is_repo_id
 from parallel_publish.errors import PublishError
 from parallel_publish.processors import Processor
+from parallel_publish.retry import RetryPolicy
 
 CONFIG = "config.json"
 
@@ -186,7 +187,9 @@ def find_pretrained(
         raise PublishError.of(source, "is neither a folder nor a repository such as user/name.")
     from parallel_publish.hub import Target, download
 
-    target = Target(repo_id=str(source), revision=revision or "main", token=token)
+    target = Target(
+        repo_id=str(source), revision=revision or "main", token=token, retry=RetryPolicy(attempts=3)
+    )
     # A repository may hold the run's checkpoints too, which no model needs.
     return download(target, ignore=["checkpoints/*"])
 

@@ -19,6 +19,7 @@ from parallel_config import (
 )
 from parallel_config.codec import Loaded, Schema, parse, read_config_text
 from parallel_config.errors import report
+from parallel_publish.config import PublishConfig
 from parallel_train.data.config import DatasetConfig
 from parallel_train.data.split import EvalConfig
 from parallel_train.policies.act.configuration import ACTConfig
@@ -81,6 +82,8 @@ class TrainConfig:
     """Weight artifacts of a checkpoint."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, kept and checked."""
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    """What goes to the Hugging Face Hub, and where."""
 
     def __post_init__(self) -> None:
         if isinstance(self.output_dir, str) and self.output_dir.startswith("~"):

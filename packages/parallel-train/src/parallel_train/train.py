@@ -6,6 +6,7 @@ build      data, policy, optimizer, schedule
 prepare    the engine shards and wraps them
 fill       phase 2 of a resume: weights, optimizer and schedule, in place
 loop       one report per optimizer update; sinks show it, the saver keeps it
+publish    where asked for: checked before anything is built, sent when the ranks have parted
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from parallel_engine import Ema, Engine, connect, from_main, resume_average, tog
 from parallel_engine.loading import prepare_loader
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.loop import Loop, Prepared
+from parallel_train.publishing import RunPublisher
 from parallel_train.resume import kept_hyperparameters
 from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
@@ -57,6 +59,8 @@ class Outcome:
     step: int
     """Updates done."""
     preempted: bool = False
+    publisher: RunPublisher | None = None
+    """What is left to do once the ranks have parted: its `finish`. None: nothing is published."""
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +88,8 @@ def train(job: Job, stop: StopRequest) -> Outcome:
             print(f"{start.folder.path} is finished: step {step} of {config.steps}", flush=True)
         return Outcome(folder=start.folder, step=step)
 
+    publisher = RunPublisher(config, start.folder, start.topology, is_main=facts.is_main)
+    publisher.check()
     engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
     task = build_task(
         config, start.topology, engine.rank, samples_seen=samples, device=engine.device
@@ -95,6 +101,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         config=config.checkpoint,
         checkpoint_format=config.checkpoint_format,
         provenance=_provenance(job),
+        on_commit=publisher.push,
     )
     model, optimizer, scheduler, loader = engine.prepare(
         task.model, task.optimizer, task.scheduler, task.loader
@@ -139,7 +146,15 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         began = time.perf_counter()
         done = loop.run(stop, opened.restore_rng if opened else None)
         sinks.note(_summary(start.folder, step, done, config.steps, time.perf_counter() - began))
-    return Outcome(folder=start.folder, step=done, preempted=done < config.steps)
+        if done == config.steps:
+            with prepared.averaged():
+                publisher.stage(model, step=done, files=task.model_files)
+    return Outcome(
+        folder=start.folder,
+        step=done,
+        preempted=done < config.steps,
+        publisher=publisher if config.publish.wants_hub else None,
+    )
 
 
 def _provenance(job: Job) -> dict[str, object]:

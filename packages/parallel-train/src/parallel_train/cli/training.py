@@ -14,10 +14,15 @@ from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import ResumeCommand, TrainCommand
 from parallel_train.cli.parsing import Parsed
 from parallel_train.config import SCHEMA
-from parallel_train.signals import PREEMPTED, StopRequest, stop_without_launcher
+from parallel_train.signals import (
+    NOT_PUBLISHED,
+    PREEMPTED,
+    StopRequest,
+    stop_without_launcher,
+)
 
 if TYPE_CHECKING:
-    from parallel_train.train import Job
+    from parallel_train.train import Job, Outcome
 
 ANNOUNCEMENT = "saving at the end of this update, then leaving; send it again to stop at once"
 
@@ -80,7 +85,7 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
     from parallel_train.train import train
 
     try:
-        return train(_job(parsed), stop).exit_code
+        return _finish(train(_job(parsed), stop), facts)
     except ConfigError as error:
         # Agreed errors are the main rank's to print; before the ranks have met each has its own.
         if facts.is_main or not dist.is_initialized():
@@ -92,6 +97,18 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
         # The group may be broken: say why and leave without a collective.
         traceback.print_exc()
     return 1
+
+
+def _finish(outcome: Outcome, facts: LaunchFacts) -> int:
+    """Exit code of a run that ended well; what it publishes is sent once the ranks have parted."""
+    if outcome.publisher is None:
+        return outcome.exit_code
+    from parallel_engine import part
+
+    part()
+    if not facts.is_main or outcome.publisher.finish(preempted=outcome.preempted):
+        return outcome.exit_code
+    return outcome.exit_code or NOT_PUBLISHED
 
 
 def _job(parsed: Parsed) -> Job:

@@ -1,4 +1,4 @@
-"""A trained policy from the files of a checkpoint, ready to act."""
+"""A trained policy from a checkpoint, a folder or the Hub, ready to act."""
 
 from __future__ import annotations
 
@@ -6,52 +6,94 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from parallel_ckpt import StepFolder, load_weights, resolve_checkpoint
-from parallel_config.codec import Schema, parse
+from parallel_config.codec import parse
+from parallel_publish.pretrained import find_pretrained
 from parallel_train.data.spec import DataSpec
-from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.factory import build_policy
-from parallel_train.policies.registry import POLICIES
+from parallel_train.policies.pretrained import read_policy_document
 from parallel_train.processors import Preprocessor
 
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """A model in evaluation mode with what surrounds it."""
+    """A model in evaluation mode with what surrounds it.
+
+    Batches are raw, as the dataset gives them: observation vectors [B, width], pictures uint8
+    [B, 3, height, width], `task_index` [B].
+    """
 
     model: nn.Module
     preprocessor: Preprocessor
     spec: DataSpec
 
+    def select_action(self, batch: dict[str, Tensor]) -> Tensor:
+        """The action [B, width] to execute now, in the dataset's units. Once per frame."""
+        model: Any = self.model
+        action: Tensor = model.select_action(self.preprocessor(batch, self._device))
+        return self.preprocessor.postprocessor()(action)
 
-def load_policy(path: str | Path, policy_type: str | None = None) -> LoadedPolicy:
-    """Build the policy of a checkpoint and fill it with its weights.
+    def predict_success(self, batch: dict[str, Tensor]) -> Tensor:
+        """Of a reward model: probability [B] that the task is solved."""
+        model: Any = self.model
+        success: Tensor = model.predict_success(self.preprocessor(batch, self._device))
+        return success
 
-    `path` is anything that names a checkpoint, or a folder with `config.json` and weights. A
-    policy that was trained by path (`my_package.module:MyPolicy`) is built only if `policy_type`
-    repeats that path, since importing it runs its code.
+    def reset(self) -> None:
+        """Begin a new episode."""
+        model: Any = self.model
+        if hasattr(model, "reset"):
+            model.reset()
+
+    def example_batch(self) -> dict[str, Tensor]:
+        """A batch of one frame, all zeros, with everything that the policy may read."""
+        batch = {name: torch.zeros(1, w) for name, w in self.spec.observation_vectors().items()}
+        for name in getattr(getattr(self.model, "config", None), "camera_names", ()):
+            height, width, channels = self.spec.cameras()[name]
+            batch[name] = torch.zeros(1, channels, height, width, dtype=torch.uint8)
+        return {**batch, "task_index": torch.zeros(1, dtype=torch.long)}
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((param.device for param in self.model.parameters()), None)
+
+
+def load_policy(
+    path: str | Path,
+    policy_type: str | None = None,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+) -> LoadedPolicy:
+    """Build a trained policy and fill it with its weights.
+
+    `path` is anything that names a checkpoint, a folder with `config.json` and weights, or a
+    repository on the Hub (`user/name`, of which `revision` is a branch, tag or commit). A policy
+    that was trained by path (`my_package.module:MyPolicy`) is built only if `policy_type` repeats
+    that path, since importing it runs its code.
 
     Raises:
         ConfigError: there is no such checkpoint, or its policy is not registered here.
     """
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        folder = StepFolder(resolve_checkpoint(path)).pretrained_model
-    document = parse((folder / "config.json").read_text(encoding="utf-8"), source=str(folder))
-    spec = DataSpec.from_plain(document.pop("data"))
-    config = _policy_config(document, str(folder / "config.json"), policy_type)
+    folder = _find(path, revision, token)
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    config, spec = read_policy_document(
+        parse(text, source=str(folder)),
+        source=str(folder / "config.json"),
+        policy_type=policy_type,
+    )
     model = build_policy(config, spec)
     load_weights(model, folder)
     return LoadedPolicy(model.eval(), Preprocessor.from_pretrained(folder), spec)
 
 
-def _policy_config(
-    document: dict[str, Any], source: str, policy_type: str | None
-) -> PolicyConfig:
-    """The config section of a `config.json`."""
-    name = document.pop("type")
-    cls = POLICIES.resolve(name, trusted=name == policy_type)
-    schema: Schema[PolicyConfig] = Schema(cls, version=1)
-    return schema.from_document(document, source=source, trusted=False).config
+def _find(path: str | Path, revision: str | None, token: str | None) -> Path:
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists():
+        return StepFolder(resolve_checkpoint(folder)).pretrained_model
+    return find_pretrained(path, revision=revision, token=token)

@@ -19,6 +19,7 @@ from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.chunks import ChunkQueue
+from parallel_train.policies.pretrained import PretrainedPolicy
 from parallel_train.policies.transformer import Attention, FeedForward, init_xavier, sinusoids
 from parallel_train.policies.vision import ImageTokens
 
@@ -120,7 +121,7 @@ class VariationalEncoder(nn.Module):
         return mean_BL, log_variance_BL
 
 
-class ACTPolicy(nn.Module):
+class ACTPolicy(PretrainedPolicy):
     """Predicts `chunk_size` actions from one observation.
 
     Batches are normalized (`Preprocessor`): observation vectors [B, width], pictures of
@@ -132,7 +133,7 @@ class ACTPolicy(nn.Module):
     """
 
     _fsdp_wrap_modules: ClassVar[list[str]] = ["ACTEncoderLayer", "ACTDecoderLayer"]
-    _fsdp_forward_methods: ClassVar[list[str]] = ["predict_chunk"]
+    _fsdp_forward_methods: ClassVar[list[str]] = ["predict_action_chunk"]
 
     def __init__(self, config: ACTConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class ACTPolicy(nn.Module):
         """Number of unpadded action entries, 0-dim: the weight of this batch's mean loss."""
         return (~batch["action_is_pad"]).sum() * batch[ACTION].shape[-1]
 
-    def predict_chunk(self, batch: Batch) -> Tensor:
+    def predict_action_chunk(self, batch: Batch) -> Tensor:
         """The chunk [B, T, A] that follows the observation, with z = 0."""
         first = next(iter(batch.values()))
         z_BL = self.latent.weight.new_zeros(len(first), self.config.latent_dim)
@@ -182,7 +183,7 @@ class ACTPolicy(nn.Module):
     @torch.no_grad()
     def select_action(self, batch: Batch) -> Tensor:
         """The action [B, A] to execute now. Call once per frame; `reset` between episodes."""
-        return self._chunks.next_action(lambda: self.predict_chunk(batch))
+        return self._chunks.next_action(lambda: self.predict_action_chunk(batch))
 
     def reset(self) -> None:
         """Forget predicted actions: a new episode begins."""

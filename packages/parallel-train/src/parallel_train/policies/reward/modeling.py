@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import DataSpec
+from parallel_train.policies.pretrained import PretrainedPolicy
 from parallel_train.policies.reward.configuration import RewardConfig
 
 Batch = Mapping[str, Tensor]
@@ -34,7 +35,7 @@ class RewardBlock(nn.Module):
         return x_BD + change_BD
 
 
-class RewardModel(nn.Module):
+class RewardModel(PretrainedPolicy):
     """Probability that the task is solved in a frame.
 
     Batches are normalized: observation vectors [B, width], `task_index` [B]; in training also the

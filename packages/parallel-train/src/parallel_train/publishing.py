@@ -1,0 +1,147 @@
+"""What a run sends to the Hub, as the `publish` section of its config asks; else nothing at all.
+
+No rank waits for the network in a collective: before the run the main rank asks the Hub a few
+short questions; checkpoints are pushed by a thread of the main rank; at the end all ranks gather
+the model into a folder, part, and the main rank sends it alone. Whatever fails there, the run's
+checkpoints are whole, and the command that tries again is printed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from parallel_ckpt.layout import step_name
+from parallel_config import ConfigError, Topology
+from parallel_engine import together
+from parallel_publish import (
+    CardInfo,
+    CheckpointPusher,
+    Staged,
+    Target,
+    preflight_publish,
+    stage_trained_model,
+)
+from parallel_publish.bundle import num_bytes
+from parallel_train.config import SCHEMA, TrainConfig
+from parallel_train.data.metadata import read_metadata
+from parallel_train.policies.factory import build_policy
+from parallel_train.run_card import describe_run
+from parallel_train.run_folder import RunFolder
+
+PREEMPTED_WAIT_S = 10.0
+"""How long a run that was asked to stop waits for a push under way."""
+
+
+class RunPublisher:
+    """The publishing side of one run; free and silent where nothing is to be published."""
+
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, topology: Topology, *, is_main: bool
+    ) -> None:
+        self._config, self._folder, self._topology = config, folder, topology
+        self._is_main = is_main
+        self._pusher: CheckpointPusher | None = None
+        self._staged: Staged | None = None
+        self._failures: list[str] = []
+
+    def check(self) -> None:
+        """Collective: every rank. Find out before anything is built whether publishing will work.
+
+        Raises:
+            ConfigError: the same on every rank; says what to change.
+        """
+        publish = self._config.publish
+        if not publish.wants_hub:
+            return
+        preflight_publish(
+            publish,
+            card=describe_run(self._config, repo_id=str(publish.repo_id)),
+            staging=self._folder.path if publish.enable else None,
+            needed_bytes=lambda: _model_bytes(self._config),
+        )
+        if self._is_main and publish.push_checkpoints:
+            self._pusher = CheckpointPusher(Target.of_checkpoints(publish))
+
+    def push(self, checkpoint: Path) -> None:
+        """Have a committed checkpoint pushed in the background. Main rank; returns at once."""
+        if self._pusher is not None:
+            self._pusher.push(checkpoint)
+
+    def stage(self, model: nn.Module, *, step: int, files: Mapping[str, bytes]) -> None:
+        """Collective: every rank. Gather the model of `step` into a folder that waits to be sent.
+
+        A failure does not raise, since the run itself ended well: `finish` tells it.
+        """
+        publish = self._config.publish
+        if not publish.enable:
+            return
+        try:
+            self._staged = stage_trained_model(
+                model,
+                publish,
+                staging=self._folder.path / f"publish-{step_name(step)}",
+                card=together(lambda: self._card(step)),
+                files=files,
+                train_config=SCHEMA.dump(self._config),
+            )
+        except ConfigError as error:
+            path = shlex.quote(str(self._folder.last.absolute()))
+            retry = f"ptrain publish {path} --repo_id {publish.repo_id}"
+            self._failures.append(f"not published: {error}\n  retry: {retry}")
+
+    def finish(self, *, preempted: bool) -> bool:
+        """Send what waits and wait for what is under way; whether everything is on the Hub.
+
+        No collective: the main rank calls it once the ranks have parted.
+        """
+        if self._staged is not None:
+            self._send(self._staged)
+        if self._pusher is not None:
+            wait_s = PREEMPTED_WAIT_S if preempted else float(self._config.publish.timeout_s)
+            for push in self._pusher.close(wait_s):
+                if push.error:
+                    way = f"\n  retry: {push.retry}" if push.retry else ""
+                    self._failures.append(f"not pushed: checkpoint {push.step}: {push.error}{way}")
+        for line in self._failures:
+            print(line, file=sys.stderr, flush=True)
+        return not self._failures
+
+    def _send(self, staged: Staged) -> None:
+        print(f"publishing to {staged.target.repo_id}: {staged.folder}", flush=True)
+        result = staged.send()
+        if result.ok:
+            shutil.rmtree(staged.folder, ignore_errors=True)
+            print(result.render(), flush=True)
+        else:
+            self._failures.append(result.render())
+
+    def _card(self, step: int) -> CardInfo | None:
+        if not self._is_main:
+            return None
+        return describe_run(
+            self._config,
+            repo_id=str(self._config.publish.repo_id),
+            topology=self._topology,
+            step=step,
+            metrics=self._folder.metrics,
+        )
+
+
+def _model_bytes(config: TrainConfig) -> int:
+    """Bytes of the weights, from a model without memory; 0 where the policy cannot be built so.
+
+    The disk is looked at again when the model is gathered.
+    """
+    try:
+        spec = read_metadata(config.dataset.folder).spec
+        with torch.device("meta"):
+            return num_bytes(build_policy(config.policy, spec))
+    except Exception:  # whatever is wrong with the policy is told when it is built in earnest
+        return 0
