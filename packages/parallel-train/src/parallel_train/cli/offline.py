@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from parallel_ckpt.errors import DamagedCheckpoint
 from parallel_config import ConfigError
 from parallel_train.cli.app import fail
@@ -12,7 +14,9 @@ DAMAGED = 1
 
 
 def run(parsed: Parsed) -> int:
-    """Run one of the three. Returns 0, 1 for damage, 2 for wrong input."""
+    """Run one of the three. Returns 0, 1 for damage, 2 for wrong input, 3 for an upload that
+    failed after the conversion.
+    """
     try:
         match parsed.command:
             case InspectCommand() as command:
@@ -47,6 +51,10 @@ def _verify(command: VerifyCommand) -> int:
 
 
 def _convert(command: ConvertCommand) -> int:
+    if command.push_to_hub is not None:
+        from parallel_publish import PublishConfig
+
+        PublishConfig(repo_id=command.push_to_hub)  # a wrong name is told before the work
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
@@ -63,5 +71,17 @@ def _convert(command: ConvertCommand) -> int:
             delete_dcp=command.delete_dcp,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    print(result.render())
-    return 0
+    print(result.render(), flush=True)
+    return 0 if command.push_to_hub is None else _publish(command, result.path)
+
+
+def _publish(command: ConvertCommand, result: Path) -> int:
+    """Publish what was converted: the folder made for it, or the checkpoint it was made in."""
+    from parallel_ckpt.layout import StepFolder
+    from parallel_publish import PublishConfig
+    from parallel_train.cli.publishing import publish
+
+    inside = StepFolder(result.parent)
+    path = inside.path if inside.is_committed else result
+    config = PublishConfig(repo_id=command.push_to_hub, private=command.private or None)
+    return publish(path, config, dry_run=False, options={})

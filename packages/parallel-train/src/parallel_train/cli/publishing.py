@@ -2,33 +2,86 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from parallel_config import ConfigError
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import PublishCommand
 from parallel_train.cli.parsing import Parsed
+from parallel_train.signals import NOT_PUBLISHED
 
 
 def run(parsed: Parsed) -> int:
-    """Publish. Returns 0, 1 when the upload failed (what was made is kept), 2 for wrong input."""
-    from parallel_publish import PublishConfig, publish_checkpoint
+    """Publish. Returns 0, 3 when it is not on the Hub now (what was made is kept), 2 for wrong
+    input.
+    """
+    from parallel_publish import PublishConfig
 
     command: PublishCommand = parsed.command
     try:
-        result = publish_checkpoint(
-            command.path,
-            PublishConfig(
-                repo_id=command.repo_id,
-                private=command.private or None,  # None leaves an existing repository as it is
-                revision=command.revision,
-                license=command.license,
-                tags=command.tags,
-                base_model=command.base_model,
-            ),
-            dtype=command.dtype,
-            max_shard_size=command.max_shard_size,
-            dry_run=command.dry_run,
+        config = PublishConfig(
+            repo_id=command.repo_id,
+            private=command.private or None,  # None leaves an existing repository as it is
+            revision=command.revision,
+            license=command.license,
+            tags=command.tags,
+            base_model=command.base_model,
+            timeout_s=command.timeout_s,
         )
+        if command.resumable:
+            return _push(command, config)
+        options = {"dtype": command.dtype, "max_shard_size": command.max_shard_size}
+        return publish(command.path, config, dry_run=command.dry_run, options=options)
     except ConfigError as error:
         return fail(error, "ptrain publish")
-    print(result.render())
-    return 0 if result.ok else 1
+
+
+def publish(path: str | Path, config: Any, *, dry_run: bool, options: Mapping[str, Any]) -> int:
+    """Publish a checkpoint or a folder with a model, say how it went, and give the exit code.
+
+    Raises:
+        ConfigError: there is nothing to publish, or it is damaged.
+    """
+    from parallel_publish import publish_checkpoint
+
+    card = _card(path, str(config.repo_id))
+    result = publish_checkpoint(path, config, card=card, dry_run=dry_run, **options)
+    print(result.render(), file=sys.stdout if result.ok else sys.stderr)
+    return 0 if result.ok else NOT_PUBLISHED
+
+
+def _card(path: str | Path, repo_id: str) -> Any:
+    from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
+    from parallel_train.run_card import describe_checkpoint, describe_folder
+
+    try:
+        return describe_checkpoint(resolve_checkpoint(path), repo_id)
+    except CheckpointNotFound:
+        return describe_folder(Path(path).expanduser(), repo_id)
+
+
+def _push(command: PublishCommand, config: Any) -> int:
+    """Push the whole checkpoint, on its branch."""
+    from parallel_ckpt import resolve_checkpoint
+    from parallel_publish import PublishError, Target, push_checkpoint_to_hub
+    from parallel_publish.checkpoints import push_command
+    from parallel_publish.hub import preflight
+
+    checkpoint = resolve_checkpoint(command.path)
+    target = Target.of_checkpoints(config)
+    if command.revision is not None:
+        target = Target.of(config)
+    if command.dry_run:
+        print(f"would push {checkpoint} to {target.repo_id}@{target.revision}")
+        return 0
+    try:
+        preflight(target)
+        url = push_checkpoint_to_hub(checkpoint, target)
+    except PublishError as error:
+        print(f"not pushed: {error}\n  retry: {push_command(checkpoint, target)}", file=sys.stderr)
+        return NOT_PUBLISHED
+    print(f"pushed {checkpoint}: {url}")
+    return 0

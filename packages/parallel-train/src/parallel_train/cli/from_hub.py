@@ -1,0 +1,103 @@
+"""`ptrain resume --from_hub user/run`: fetch first, then it is an ordinary resume of a folder.
+
+The config that flags go over lies in the checkpoint, so it must be here before flags are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from parallel_config import ConfigError, Problem
+from parallel_config.environment import LaunchFacts, check_environment
+from parallel_train.cli import flags as argv_flags
+from parallel_train.launch import without_flags
+from parallel_train.run_folder import default_output_dir
+
+
+def fetched(argv: Sequence[str]) -> list[str]:
+    """`argv` with the fetched checkpoint's folder in place of `--from_hub`; else as it is.
+
+    Collective under a launch of several ranks: the main rank fetches, into a folder that all share.
+    With --nproc_per_node the launcher does, before there are ranks.
+
+    Raises:
+        ConfigError: the same on every rank: there is none, it is damaged, or the run that is here
+            went further.
+    """
+    source = argv_flags.value_of(argv[1:], "from_hub")
+    if argv[:1] != ["resume"] or source is None:
+        return list(argv)
+    from parallel_train.cli.parsing import resume_flags
+
+    paths = argv_flags.positionals(argv[1:], resume_flags())
+    if paths:
+        raise ConfigError(
+            Problem(
+                "from_hub",
+                f"= {source!r}, but {paths[0]!r} is to be resumed as well.",
+                "Use one of the two; --output_dir says where to fetch to.",
+            )
+        )
+    check_environment()
+    if LaunchFacts.read().world_size > 1:
+        from parallel_engine import connect
+
+        connect()
+    from parallel_engine import from_main
+
+    output_dir = argv_flags.value_of(argv[1:], "output_dir")
+    checkpoint = Path(from_main(lambda: str(_fetch(source, output_dir))))
+    rest = without_flags(argv[1:], ("from_hub",))
+    return [argv[0], str(checkpoint), *_publish_flags(checkpoint, source), *rest]
+
+
+def _fetch(source: str, output_dir: str | None) -> Path:
+    from parallel_ckpt.layout import RunFolder
+    from parallel_publish import Target, fetch_checkpoint, newest_on_hub
+    from parallel_publish.config import CHECKPOINTS_BRANCH, is_repo_id
+    from parallel_publish.hub import at_one_state
+
+    repo_id, _, branch = source.partition("@")
+    if not is_repo_id(repo_id, namespace=True):
+        raise ConfigError(
+            Problem("from_hub", f"= {source!r} is no name on the Hub.", "Use --from_hub user/run.")
+        )
+    target = at_one_state(Target(repo_id=repo_id, revision=branch or CHECKPOINTS_BRANCH))
+    step, skipped = newest_on_hub(target)
+    for line in skipped:
+        print(f"skipped {line}", flush=True)
+    folder = Path(output_dir or default_output_dir(repo_id.partition("/")[2])).expanduser()
+    here = max(RunFolder(folder).committed_steps(), default=-1)
+    if here > step:
+        raise ConfigError(
+            Problem(
+                "output_dir",
+                f"= {str(folder)!r} holds a checkpoint of step {here}, but the newest at {source} "
+                f"is of step {step}.",
+                f"Continue the run that is here with `ptrain resume {folder}`, or use another "
+                "--output_dir.",
+            )
+        )
+    print(f"fetching checkpoint {step} of {source} into {folder}", flush=True)
+    return fetch_checkpoint(target, folder, step=step)
+
+
+def _publish_flags(checkpoint: Path, source: str) -> list[str]:
+    """Turn publishing off unless it goes where the checkpoint came from.
+
+    A stranger's config must not make this machine, with its token, write anywhere else.
+    """
+    try:
+        document: Any = json.loads(
+            (checkpoint / "pretrained_model" / "train_config.json").read_bytes()
+        )
+        section = document.get("publish") or {}
+        same = section.get("repo_id") == source.partition("@")[0]
+    except (OSError, ValueError, AttributeError):
+        return []  # told, with its place, when the config is read in earnest
+    if same or not (section.get("enable") or section.get("push_checkpoints")):
+        return []
+    return ["--publish.no-enable", "--publish.no-push_checkpoints"]
