@@ -1,6 +1,5 @@
 """TensorBoard and W&B show what metrics.jsonl holds, through a resume from an earlier step."""
 
-import json
 import sys
 
 import pytest
@@ -33,8 +32,8 @@ def test_a_sink_that_is_not_installed_is_said_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"parallel-train\[wandb\]"):
-        tracking.require_installed(LoggingConfig(wandb=True))
-    tracking.require_installed(LoggingConfig())
+        tracking.check_tracking(LoggingConfig(wandb=True))
+    tracking.check_tracking(LoggingConfig())
 
 
 def test_wandb_without_an_account_says_what_to_do(ptrain, small):
@@ -43,4 +42,4 @@ def test_wandb_without_an_account_says_what_to_do(ptrain, small):
     text = ptrain("train", *small, *flags, code=2, env=environ)
     assert "logging.wandb = True" in text
     assert "wandb login" in text
-    assert not json.loads((ptrain.folder / "run/metrics.jsonl").read_text() or "[]")
+    assert not (ptrain.folder / "run").exists()

@@ -16,11 +16,12 @@ WANDB_ID = "wandb_run_id"
 """File in the run folder: a resumed run goes on under the same name there."""
 
 
-def require_installed(config: LoggingConfig) -> None:
-    """Fail before anything is built, not when the first row is there.
+def check_tracking(config: LoggingConfig) -> None:
+    """Fail before anything is built or written, not when the first row is there.
 
     Raises:
-        ConfigError: a sink is asked for whose package is not installed.
+        ConfigError: a sink is asked for whose package is not installed, or that nobody is logged
+            in to.
     """
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and importlib.util.find_spec(name) is None:
@@ -31,6 +32,25 @@ def require_installed(config: LoggingConfig) -> None:
                     f'Use pip install "parallel-train[{name}]", or --no-logging.{name}.',
                 )
             )
+    if config.wandb and config.wandb_mode == "online":
+        _require_login()
+
+
+def _require_login() -> None:
+    import wandb
+
+    if not wandb.api.api_key:
+        raise _no_wandb("nobody is logged in.")
+
+
+def _no_wandb(why: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            "logging.wandb",
+            f"= True, but Weights & Biases does not start: {why}",
+            "Use `wandb login`, --logging.wandb_mode offline, or --no-logging.wandb.",
+        )
+    )
 
 
 def tracking_sinks(
@@ -99,13 +119,7 @@ class WandbSink:
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
-            raise ConfigError(
-                Problem(
-                    "logging.wandb",
-                    f"= True, but Weights & Biases does not start: {error}",
-                    "Use `wandb login`, --logging.wandb_mode offline, or --no-logging.wandb.",
-                )
-            ) from error
+            raise _no_wandb(str(error)) from error
         self._run.define_metric("*", step_metric="step")
 
     def emit(self, row: Row) -> None:
