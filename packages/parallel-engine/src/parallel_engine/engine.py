@@ -26,6 +26,7 @@ from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator
+from parallel_engine.alike import begin_alike
 from parallel_engine.determinism import apply_determinism
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
@@ -115,6 +116,8 @@ class Engine:
         ignored = preflight.ignored_modules(model, self.config) if policy else []
         replicated = _names_of(model, ignored)
         preflight.make_contiguous(model)
+        preflight.widen_masters(model, self.config)
+        begin_alike(model, self.device)
         checkpoint_units(model, units, self.config.activation_checkpointing)
         compile_units(units, self.config.compile)
         self._accelerator = _ranks.together(

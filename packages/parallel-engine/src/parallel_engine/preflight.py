@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology
 from parallel_config.errors import nearest
+from parallel_engine.wrapping import resolve_wrap_policy, wrap_units
 
 
 def check(
@@ -29,6 +30,7 @@ def check(
         *_optimizer_problems(model, optimizer, topology),
         *_precision_problems(config, topology, device),
         *_ignored_problems(model, config),
+        *(_unit_problems(model, config) if topology.is_sharded else ()),
     ]
     if problems:
         raise ConfigError(problems)
@@ -52,6 +54,19 @@ def make_contiguous(model: nn.Module) -> None:
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
+
+
+def widen_masters(model: nn.Module, config: AcceleratorConfig) -> None:
+    """Under mixed precision every trainable parameter is kept in fp32, on every kind.
+
+    accelerate does so where it shards; a model that was loaded in bf16 would otherwise be updated
+    in bf16 on one process and under DDP, and lose most small updates.
+    """
+    if config.mixed_precision == "no":
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.float()
 
 
 def _optimizer_problems(
@@ -115,6 +130,42 @@ def _ignored_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[P
                 f"= {list(config.fsdp.ignored_modules)}, but the model has no module {wanted!r}.",
                 nearest(wanted, names),
             )
+
+
+def _unit_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[Problem]:
+    """Who names the units, and whether each parameter belongs to one of them alone."""
+    try:
+        units = wrap_units(model, resolve_wrap_policy(model, config.fsdp))
+    except ConfigError as error:
+        yield from error.problems
+        return
+    whole = {id(p) for module in ignored_modules(model, config) for p in module.parameters()}
+    unit_names = {id(module): name for name, module in units.items()}
+    homes: dict[int, dict[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in whole:
+            unit = _innermost(model, name, unit_names)
+            homes.setdefault(id(parameter), {}).setdefault(unit, name)
+    for home in homes.values():
+        if len(home) > 1:
+            shown = ", ".join(f"{name} in {unit or 'the root'}" for unit, name in home.items())
+            yield Problem(
+                "model",
+                f"ties one parameter across wrap units ({shown}): a unit gathers and frees its "
+                "parameters by itself.",
+                "Name the class of a module that holds them all "
+                "(--accelerator.fsdp.wrap_modules), keep them out of units, or leave one of the "
+                "modules whole (--accelerator.fsdp.ignored_modules).",
+            )
+
+
+def _innermost(model: nn.Module, parameter: str, unit_names: Mapping[int, str]) -> str:
+    """Name of the unit that a parameter belongs to; empty for the root."""
+    module, found = model, ""
+    for part in parameter.split(".")[:-1]:
+        module = module.get_submodule(part)
+        found = unit_names.get(id(module), found)
+    return found
 
 
 def verify_sharded(model: nn.Module, optimizer: Optimizer, replicated: set[str]) -> None:
