@@ -43,6 +43,21 @@ class LoggingConfig:
     """User or team there; None is the account's default."""
     wandb_mode: Literal["online", "offline"] = "online"
     """offline keeps everything in the run folder, for `wandb sync` later."""
+    peak_flops: float | None = None
+    """Floating-point operations per second of one device at best, for the metric `mfu`; None looks
+    common NVIDIA GPUs up in a table and leaves mfu out elsewhere."""
+
+    def __post_init__(self) -> None:
+        if self.peak_flops is not None and not 0 < self.peak_flops < float("inf"):
+            report(
+                [
+                    Problem(
+                        "logging.peak_flops",
+                        f"= {self.peak_flops}, but it is a positive finite number.",
+                        "Use --logging.peak_flops 989e12, or None.",
+                    )
+                ]
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,8 @@ class Loop:
     model_files: dict[str, bytes]
     start_step: int
     start_samples: int
+    peak_samples_per_s: float | None = None
+    """Throughput at 100% model FLOPs utilization, where it is known."""
 
     def run(self, stop: StopRequest, restore_rng: Callable[[], None] | None) -> int:
         """Collective: every rank. Train until the last step or a stop; returns the updates done.
@@ -134,12 +136,18 @@ class Loop:
     def _row(
         self, step: int, report: StepReport, seconds: float, found: Mapping[str, float]
     ) -> Row:
+        samples_per_s = global_batch(self.config, self.engine.topology) / max(seconds, 1e-9)
+        extra: dict[str, float] = {**report.metrics, **found}
+        if self.peak_samples_per_s is not None:
+            extra["mfu"] = samples_per_s / self.peak_samples_per_s
+        if report.skipped:
+            extra["skipped"] = 1
         return Row(
             step=step,
             loss=report.loss,
             grad_norm=report.grad_norm,
             lr=report.lr,
             samples_seen=self._samples(step),
-            samples_per_s=global_batch(self.config, self.engine.topology) / max(seconds, 1e-9),
-            extra={**report.metrics, **found, **({"skipped": 1} if report.skipped else {})},
+            samples_per_s=samples_per_s,
+            extra=extra,
         )

@@ -46,6 +46,8 @@ class Task:
     model_files: dict[str, bytes]
     """Files that are saved beside the weights, by name."""
     num_parameters: int
+    dataset: LeRobotDataset
+    """What is trained on."""
     held_out: HeldOut | None = None
 
 
@@ -102,6 +104,7 @@ def build_task(
             **_files_of(preprocessor),
         },
         num_parameters=sum(p.numel() for p in model.parameters()),
+        dataset=dataset,
         held_out=_held_out(config, topology, rank, held_out, load),
     )
 

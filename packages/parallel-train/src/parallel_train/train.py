@@ -29,7 +29,8 @@ from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
 from parallel_train.start import Start, decide_start
 from parallel_train.task import HeldOut, build_task, seed_rank
-from parallel_train.tracking import require_installed, tracking_sinks
+from parallel_train.tracking import check_tracking, tracking_sinks
+from parallel_train.utilization import samples_per_s_at_peak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     facts = connect()
     start = decide_start(job, world_size=facts.world_size)
     config = start.config
-    from_main(lambda: require_installed(config.logging))
+    from_main(lambda: check_tracking(config.logging))
     opened = None
     if start.checkpoint is not None:
         opened = read_start(start.checkpoint, topology=start.topology, verify="fast")
@@ -125,6 +126,8 @@ def train(job: Job, stop: StopRequest) -> Outcome:
             keep=kept_hyperparameters(start.changed),
         )
         notes += filter(None, [resume_average(model, optimizer, prepared.ema)])
+    peak, why = samples_per_s_at_peak(config, task.dataset, engine.device, facts.world_size)
+    notes += filter(None, [why])
     text = SCHEMA.dump(config)
     from_main(lambda: _open_folder(start, text, step))
     seed_rank(config.seed, engine.rank)
@@ -142,6 +145,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
             model_files=task.model_files,
             start_step=step,
             start_samples=samples,
+            peak_samples_per_s=peak,
         )
         began = time.perf_counter()
         done = loop.run(stop, opened.restore_rng if opened else None)

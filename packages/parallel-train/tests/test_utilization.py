@@ -1,0 +1,53 @@
+"""MFU: counted on the meta device, over a peak that is given or looked up."""
+
+import pytest
+import torch
+
+from parallel_train.config import LoggingConfig, TrainConfig
+from parallel_train.data.config import DatasetConfig
+from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.factory import build_policy
+from parallel_train.task import build_datasets
+from parallel_train.utilization import flops_per_sample, samples_per_s_at_peak
+
+DATASET = DatasetConfig(episodes=(0,))
+
+
+def act(**options):
+    return TrainConfig(
+        policy=ACTConfig(dim_model=32, dim_feedforward=64, use_vae=False), dataset=DATASET,
+        **options,
+    )  # fmt: skip
+
+
+def test_the_count_is_near_six_times_the_weights_per_token():
+    config = act()
+    dataset, _ = build_datasets(config)
+    model = build_policy(config.policy, dataset.spec)
+    decoder = sum(p.numel() for n, p in model.named_parameters() if "decoder" in n and p.ndim == 2)
+    found = flops_per_sample(config, dataset)
+    # The decoder's weights meet every action of the chunk, the encoder's a few tokens.
+    assert found == pytest.approx(6 * decoder * config.policy.chunk_size, rel=0.5)
+
+
+def test_mfu_is_left_out_where_nobody_knows_the_peak():
+    config = act()
+    dataset, _ = build_datasets(config)
+    cpu = torch.device("cpu")
+    assert samples_per_s_at_peak(config, dataset, cpu, 2) == (None, None)
+    config = act(logging=LoggingConfig(peak_flops=1e12))
+    peak, why = samples_per_s_at_peak(config, dataset, cpu, 2)
+    assert peak == pytest.approx(2e12 / flops_per_sample(config, dataset))
+    assert why is None
+
+
+def test_a_policy_that_needs_values_says_why(monkeypatch):
+    config = act(logging=LoggingConfig(peak_flops=1e12))
+    dataset, _ = build_datasets(config)
+    monkeypatch.setattr(
+        "parallel_train.policies.act.modeling.ACTPolicy.forward",
+        lambda self, batch: (next(iter(batch.values())).sum().item(), {}),
+    )
+    peak, why = samples_per_s_at_peak(config, dataset, torch.device("cpu"), 1)
+    assert peak is None
+    assert "does not run on the meta device" in why
