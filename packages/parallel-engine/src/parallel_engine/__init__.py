@@ -16,6 +16,8 @@ from parallel_engine.engine import unwrap as unwrap
 from parallel_engine.evaluation import EvalReport as EvalReport
 from parallel_engine.evaluation import evaluate_loss as evaluate_loss
 from parallel_engine.failures import PeerError as PeerError
+from parallel_engine.materialize import initialize as initialize
+from parallel_engine.materialize import parameters_on_meta as parameters_on_meta
 from parallel_engine.order import UnitOrderError as UnitOrderError
 from parallel_engine.plan import ShardPlan as ShardPlan
 from parallel_engine.plan import UnitPlan as UnitPlan

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,10 +31,18 @@ from parallel_engine.determinism import apply_determinism
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
 from parallel_engine.loading import prepare_loader
+from parallel_engine.materialize import (
+    Fill,
+    allocate,
+    is_on_meta,
+    require_filled,
+    shard_on_meta,
+)
 from parallel_engine.order import UnitOrder, moments, require_same
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
 from parallel_engine.wrapping import (
+    WrapPolicy,
     containers_out_of_size,
     forward_methods,
     resolve_wrap_policy,
@@ -42,6 +50,9 @@ from parallel_engine.wrapping import (
 )
 
 log = logging.getLogger("parallel_engine")
+
+OptimizerFactory = Callable[[nn.Module], Optimizer]
+"""Builds the optimizer once the model has real parameters; they may be shards."""
 
 
 class Engine:
@@ -82,6 +93,7 @@ class Engine:
         self._order: UnitOrder | None = None
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None
+        self._values_missing = False
 
     @property
     def rank(self) -> int:
@@ -100,34 +112,54 @@ class Engine:
             raise RuntimeError("engine.accelerator is there after engine.prepare(...)")
         return self._accelerator
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, scheduler: Any, loader: Any) -> Any:
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerFactory,
+        scheduler: Any,
+        loader: Any,
+        *,
+        fill: Fill | None = None,
+    ) -> Any:
         """Collective: every rank. Returns (model, optimizer, scheduler, loader), ready.
 
-        `scheduler` and `loader` may be None. The optimizer is built before, on the whole model.
+        `scheduler` and `loader` may be None. The optimizer is built before, on the whole model, or
+        given as a function `model -> optimizer`; the scheduler then as `optimizer -> scheduler`.
+
+        A model may be on the meta device, see `parallel_engine.parameters_on_meta`: it is sharded
+        first, then each rank's shards get memory, `fill(model)` writes the values into them
+        (`parallel_ckpt.load_weights`, `parallel_engine.initialize`, or a function of yours that
+        every rank calls), and the functions that build optimizer and scheduler see the result.
+        Without a `fill` the values must be there before the first micro-batch.
 
         Raises:
-            ConfigError: model, optimizer or loader do not fit the config; all problems at once.
+            ConfigError: model, optimizer or loader do not fit the config, all problems at once; or
+                `fill` left parameters or buffers without values.
         """
         if self._accelerator is not None:
             raise RuntimeError("an Engine prepares one model and one optimizer; make another one")
-        names = _ranks.together(lambda: self._check(model, optimizer))
-        policy = resolve_wrap_policy(model, self.config.fsdp) if self.topology.is_sharded else None
-        units = wrap_units(model, policy) if policy else _declared_units(model, self.config)
+        names = _ranks.together(lambda: self._check(model, optimizer, scheduler))
+        sharded, on_meta = self.topology.is_sharded, is_on_meta(model)
+        built_late = sharded and any(p.is_meta for p in model.parameters())
+        if not sharded:
+            _ranks.together(lambda: self._materialize(model, on_meta, fill))
+        if not built_late:
+            optimizer, scheduler = _ranks.together(lambda: _build(model, optimizer, scheduler))
+        policy = resolve_wrap_policy(model, self.config.fsdp) if sharded else None
         ignored = preflight.ignored_modules(model, self.config) if policy else []
         replicated = _names_of(model, ignored)
-        preflight.make_contiguous(model)
-        preflight.widen_masters(model, self.config)
-        begin_alike(model, self.device)
-        checkpoint_units(model, units, self.config.activation_checkpointing)
-        compile_units(units, self.config.compile)
-        self._accelerator = _ranks.together(
-            lambda: build_accelerator(
-                self.config, self.topology, self.device, wrap_policy=policy, ignored=ignored
-            )
-        )
-        _move_whole(model, self.device, ignored)
+        accelerator = self._before_wrapping(model, policy, ignored)
         with containers_out_of_size(model, policy):
-            wrapped, optimizer, scheduler = self._accelerator.prepare(model, optimizer, scheduler)
+            if built_late:
+                wrapped = shard_on_meta(model, accelerator)
+            else:
+                wrapped, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        if sharded:
+            _ranks.together(lambda: self._materialize(wrapped, on_meta, fill))
+        if built_late:
+            optimizer, scheduler = _ranks.together(lambda: _build(wrapped, optimizer, scheduler))
+            optimizer = accelerator.prepare_optimizer(optimizer)
+            scheduler = scheduler and accelerator.prepare_scheduler(scheduler)
         prepare_entry_points(
             wrapped,
             model,
@@ -136,11 +168,12 @@ class Engine:
             autocast_dtype=DTYPES[self.config.mixed_precision],
         )
         if policy:
+            assert isinstance(optimizer, Optimizer)
             preflight.verify_sharded(wrapped, optimizer, replicated)
             self._order = UnitOrder(wrapped)
             self._log_units(wrapped, policy.source)
         self._model = wrapped
-        return wrapped, optimizer, scheduler, prepare_loader(loader, self._accelerator, self.device)
+        return wrapped, optimizer, scheduler, prepare_loader(loader, accelerator, self.device)
 
     def accumulate(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         """Windows of micro-batches, one per update, for as long as the caller asks.
@@ -215,7 +248,14 @@ class Engine:
         """Around forward and backward of a micro-batch: only the last of a window syncs.
 
         An error inside is told to the other ranks.
+
+        Raises:
+            ConfigError: on every rank, the first time: the model was built on the meta device and
+                nothing has given it values since.
         """
+        if self._values_missing:
+            require_filled(unwrap(model))
+            self._values_missing = False
         last = index == count - 1
         syncs = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
         with self._failures.told(), undeclared_calls_explained(model), syncs:
@@ -261,11 +301,49 @@ class Engine:
         """
         return self._failures.told()
 
-    def _check(self, model: nn.Module, optimizer: Optimizer) -> tuple[str, ...]:
+    def _check(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[str, ...]:
         _require("model", model, nn.Module)
-        _require("optimizer", optimizer, Optimizer)
-        preflight.check(model, optimizer, self.config, self.topology, self.device)
+        built = isinstance(optimizer, Optimizer)
+        if not built and not callable(optimizer):
+            _require("optimizer", optimizer, Optimizer)
+        problems = list(_order_of_building(optimizer if built else None, scheduler))
+        if problems:
+            raise ConfigError(problems)
+        preflight.check(
+            model, optimizer if built else None, self.config, self.topology, self.device
+        )
         return forward_methods(model)
+
+    def _before_wrapping(
+        self, model: nn.Module, policy: WrapPolicy | None, ignored: Sequence[nn.Module]
+    ) -> Accelerator:
+        """Collective: every rank. What comes before sharding, in this order."""
+        units = wrap_units(model, policy) if policy else _declared_units(model, self.config)
+        preflight.make_contiguous(model)
+        preflight.widen_masters(model, self.config)
+        begin_alike(model, self.device)
+        checkpoint_units(model, units, self.config.activation_checkpointing)
+        compile_units(units, self.config.compile)
+        self._accelerator = _ranks.together(
+            lambda: build_accelerator(
+                self.config, self.topology, self.device, wrap_policy=policy, ignored=ignored
+            )
+        )
+        _move_whole(model, self.device, ignored)
+        return self._accelerator
+
+    def _materialize(self, model: nn.Module, on_meta: bool, fill: Fill | None) -> None:
+        """Collective: every rank. Memory for what has none, then values."""
+        if on_meta:
+            shards = torch.device("cpu") if self.config.fsdp.cpu_offload else self.device
+            allocate(model, self.device, shards=shards)
+            _move_whole(model, self.device, ())
+        if fill is not None:
+            with torch.no_grad():
+                fill(model)
+        if on_meta and fill is not None:
+            require_filled(model)
+        self._values_missing = on_meta and fill is None
 
     def _refuse_or_count(self, loss: float, norm: float) -> None:
         self.num_skipped += 1
@@ -294,6 +372,46 @@ def _require(name: str, value: object, kind: type[Any]) -> None:
         )
 
 
+def _order_of_building(optimizer: Optimizer | None, scheduler: Any) -> Iterator[Problem]:
+    """Whether optimizer and scheduler are given in a form that can be built in time."""
+    if optimizer is None:
+        if scheduler is not None and not _is_factory(scheduler):
+            yield Problem(
+                "scheduler",
+                f"is a {type(scheduler).__name__} of another optimizer than the one that is built "
+                "later.",
+                "Give a function that builds it: lambda optimizer: LambdaLR(optimizer, ...).",
+            )
+    elif any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        yield Problem(
+            "optimizer",
+            f"is a {type(optimizer).__name__} of parameters on the meta device, which become "
+            "others when they get memory.",
+            "Give a function that builds it: lambda model: AdamW(model.parameters()).",
+        )
+
+
+def _is_factory(scheduler: Any) -> bool:
+    return callable(scheduler) and not hasattr(scheduler, "step")
+
+
+def _build(
+    model: nn.Module, optimizer: Optimizer | OptimizerFactory, scheduler: Any
+) -> tuple[Optimizer, Any]:
+    """Call what was given as functions.
+
+    Raises:
+        ConfigError: what was built is no optimizer, or not of this model's parameters.
+    """
+    if not isinstance(optimizer, Optimizer):
+        optimizer = optimizer(model)
+        _require("optimizer", optimizer, Optimizer)
+        problems = list(preflight.optimizer_problems(model, optimizer))
+        if problems:
+            raise ConfigError(problems)
+    return optimizer, scheduler(optimizer) if _is_factory(scheduler) else scheduler
+
+
 def _declared_units(model: nn.Module, config: AcceleratorConfig) -> dict[str, nn.Module]:
     """Units for checkpointing and compiling where nothing is sharded.
 
@@ -313,9 +431,12 @@ def _names_of(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:
 def _move_whole(model: nn.Module, device: torch.device, ignored: Sequence[nn.Module]) -> None:
     """Parameters that are not sharded are moved here; FSDP2 moves the others."""
     for module in ignored:
+        if is_on_meta(module):
+            allocate(module, device)
         module.to(device)
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(device)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -11,23 +11,26 @@ from torch.optim import Optimizer
 
 from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology
 from parallel_config.errors import nearest
+from parallel_engine.materialize import plain_meta_tensors
 from parallel_engine.wrapping import resolve_wrap_policy, wrap_units
 
 
 def check(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     config: AcceleratorConfig,
     topology: Topology,
     device: torch.device,
 ) -> None:
-    """Check everything that can be known before wrapping.
+    """Check everything that can be known before wrapping; `optimizer` is None if yet to be built.
 
     Raises:
         ConfigError: every problem, with names and the way out.
     """
     problems = [
-        *_optimizer_problems(model, optimizer, topology),
+        *plain_meta_tensors(model),
+        *(optimizer_problems(model, optimizer) if optimizer is not None else ()),
+        *(_state_problems(optimizer) if optimizer is not None and topology.is_sharded else ()),
         *_precision_problems(config, topology, device),
         *_ignored_problems(model, config),
         *(_unit_problems(model, config) if topology.is_sharded else ()),
@@ -69,9 +72,8 @@ def widen_masters(model: nn.Module, config: AcceleratorConfig) -> None:
             parameter.data = parameter.data.float()
 
 
-def _optimizer_problems(
-    model: nn.Module, optimizer: Optimizer, topology: Topology
-) -> Iterator[Problem]:
+def optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[Problem]:
+    """Whether the optimizer holds exactly the model's trainable parameters."""
     known = {id(p) for p in model.parameters()}
     held: set[int] = set()
     for index, group in enumerate(optimizer.param_groups):
@@ -93,7 +95,11 @@ def _optimizer_problems(
             f"lacks {len(missing)} trainable parameters: {shown}.",
             "Give them to the optimizer, or freeze them (requires_grad_(False)).",
         )
-    if topology.is_sharded and optimizer.state:
+
+
+def _state_problems(optimizer: Optimizer) -> Iterator[Problem]:
+    """State made in the constructor knows nothing of the shards that are made afterwards."""
+    if optimizer.state:
         yield Problem(
             "optimizer",
             f"({type(optimizer).__name__}) has state for {len(optimizer.state)} parameters before "
