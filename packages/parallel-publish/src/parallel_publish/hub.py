@@ -26,6 +26,15 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def without_bars() -> None:
+    """Switch the client's progress bars off, unless the user has said what they want."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """A repository, the branch that is meant, and how to get in."""

@@ -100,6 +100,8 @@ class Fault:
     """Do what was asked for first: the answer is lost, not the request."""
     delay_s: float = 0.0
     """Answer late and well; `status` and `drop` do not count then."""
+    until: threading.Event | None = None
+    """The same, once the event is set: for tests that look around meanwhile."""
 
 
 @dataclass(frozen=True)

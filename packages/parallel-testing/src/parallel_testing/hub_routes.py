@@ -26,6 +26,8 @@ from parallel_testing.hub import (
     is_large,
 )
 
+MAX_WAIT_S = 300.0
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -326,8 +328,10 @@ def handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             body = self._body()
             hub.requests.append(Request(self.command, path))
             fault = hub.take_fault(self.command, path)
-            if fault is not None and fault.delay_s:
+            if fault is not None and (fault.delay_s or fault.until is not None):
                 time.sleep(fault.delay_s)
+                if fault.until is not None:
+                    fault.until.wait(MAX_WAIT_S)
                 fault = None
             reply = None
             if fault is None or fault.after:

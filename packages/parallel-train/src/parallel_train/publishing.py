@@ -29,6 +29,7 @@ from parallel_publish import (
     stage_trained_model,
 )
 from parallel_publish.bundle import num_bytes
+from parallel_publish.hub import without_bars
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.factory import build_policy
@@ -66,6 +67,7 @@ class RunPublisher:
             staging=self._folder.path if publish.enable else None,
             needed_bytes=lambda: _model_bytes(self._config),
         )
+        without_bars()  # they would tear what the run prints
         if self._is_main and publish.push_checkpoints:
             self._pusher = CheckpointPusher(Target.of_checkpoints(publish))
 

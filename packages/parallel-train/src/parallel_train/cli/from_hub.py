@@ -6,6 +6,7 @@ The config that flags go over lies in the checkpoint, so it must be here before 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,15 @@ def _fetch(source: str, output_dir: str | None) -> Path:
     from parallel_ckpt.layout import RunFolder
     from parallel_publish import Target, fetch_checkpoint, newest_on_hub
     from parallel_publish.config import CHECKPOINTS_BRANCH, is_repo_id
-    from parallel_publish.hub import at_one_state
+    from parallel_publish.hub import at_one_state, without_bars
 
     repo_id, _, branch = source.partition("@")
     if not is_repo_id(repo_id, namespace=True):
         raise ConfigError(
             Problem("from_hub", f"= {source!r} is no name on the Hub.", "Use --from_hub user/run.")
         )
+    if not sys.stderr.isatty():
+        without_bars()
     target = at_one_state(Target(repo_id=repo_id, revision=branch or CHECKPOINTS_BRANCH))
     step, skipped = newest_on_hub(target)
     for line in skipped:

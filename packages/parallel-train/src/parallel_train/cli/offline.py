@@ -79,8 +79,9 @@ def _publish(command: ConvertCommand, result: Path) -> int:
     """Publish what was converted: the folder made for it, or the checkpoint it was made in."""
     from parallel_ckpt.layout import StepFolder
     from parallel_publish import PublishConfig
-    from parallel_train.cli.publishing import publish
+    from parallel_train.cli.publishing import publish, quiet_in_logs
 
+    quiet_in_logs()
     inside = StepFolder(result.parent)
     path = inside.path if inside.is_committed else result
     config = PublishConfig(repo_id=command.push_to_hub, private=command.private or None)

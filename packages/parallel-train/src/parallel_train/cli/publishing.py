@@ -21,6 +21,7 @@ def run(parsed: Parsed) -> int:
     from parallel_publish import PublishConfig
 
     command: PublishCommand = parsed.command
+    quiet_in_logs()
     try:
         config = PublishConfig(
             repo_id=command.repo_id,
@@ -37,6 +38,14 @@ def run(parsed: Parsed) -> int:
         return publish(command.path, config, dry_run=command.dry_run, options=options)
     except ConfigError as error:
         return fail(error, "ptrain publish")
+
+
+def quiet_in_logs() -> None:
+    """Progress bars are for terminals."""
+    if not sys.stderr.isatty():
+        from parallel_publish.hub import without_bars
+
+        without_bars()
 
 
 def publish(path: str | Path, config: Any, *, dry_run: bool, options: Mapping[str, Any]) -> int:
