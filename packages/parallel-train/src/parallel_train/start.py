@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_ckpt import CheckpointSaver, newest_intact, read_manifest, resolve_checkpoint
+from parallel_ckpt import (
+    CheckpointError,
+    CheckpointSaver,
+    newest_intact,
+    read_manifest,
+    resolve_checkpoint,
+)
+from parallel_ckpt import layout as ckpt_layout
 from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.lock import RunLock
 from parallel_config import ConfigError, Problem, Topology
 from parallel_engine import from_main
 from parallel_train.config import TrainConfig, read_config
@@ -17,6 +26,10 @@ from parallel_train.run_folder import RunFolder, default_output_dir
 
 if TYPE_CHECKING:
     from parallel_train.train import Job
+
+
+WRITER_S = 120.0
+"""How long a resumed run waits for the process that still writes it to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +49,7 @@ class Start:
 
 
 def decide_start(job: Job, *, world_size: int) -> Start:
-    """Collective: every rank. Look at the folder and the job; writes nothing.
+    """Collective: every rank. Look at the folder and the job, and mend what a dead save left.
 
     Raises:
         ConfigError: a run is in the way, there is none to continue, or its checkpoint is damaged
@@ -48,15 +61,21 @@ def decide_start(job: Job, *, world_size: int) -> Start:
         notes += _mend(folder, world_size)
         checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
         notes += [f"skipped {path}: {reason}" for path, reason in skipped]
-        if checkpoint is None and job.resume == "must":
-            raise ConfigError(
-                Problem(
-                    "output_dir",
-                    f"= {str(folder.path)!r} holds no intact checkpoint to resume.",
-                    "\n".join(notes) or "Use --resume auto to start afresh in that case.",
-                )
-            )
+        if checkpoint is None and (skipped or job.resume == "must"):
+            raise _nothing_intact(folder, notes)
     return from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
+
+
+def _nothing_intact(folder: RunFolder, notes: list[str]) -> ConfigError:
+    """Damage everywhere is no fresh start: it would write over what may still be mended."""
+    remedy = "Use --resume auto to start afresh in that case."
+    if notes:
+        remedy = "\n".join(["Mend these, or move them away to start afresh.", *notes])
+    return ConfigError(
+        Problem(
+            "output_dir", f"= {str(folder.path)!r} holds no intact checkpoint to resume.", remedy
+        )
+    )
 
 
 def _mend(folder: RunFolder, world_size: int) -> list[str]:
@@ -66,9 +85,32 @@ def _mend(folder: RunFolder, world_size: int) -> list[str]:
     """
     lines: list[str] = []
     if from_main(folder.holds_run):
+        lines += from_main(lambda: _wait_for_writer(folder))
         topology = Topology(dp_replicate=world_size)
         CheckpointSaver(folder.path, topology=topology, on_note=lines.append).close()
     return lines
+
+
+def _wait_for_writer(folder: RunFolder) -> list[str]:
+    """Let the former process of a requeued job finish its last save; lines about its lock.
+
+    Raises:
+        CheckpointError: it writes on after `WRITER_S`: two jobs were given one run.
+    """
+    deadline = time.monotonic() + WRITER_S
+    told = False
+    while True:
+        try:
+            lock, notes = RunLock.acquire(ckpt_layout.RunFolder(folder.path).lock)
+            lock.release()
+            return notes
+        except CheckpointError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not told:
+                print(f"waiting up to {WRITER_S:.0f} s for the run's writer: {error}", flush=True)
+                told = True
+            time.sleep(0.2)
 
 
 def _locate(job: Job) -> tuple[RunFolder, Path | None]:
@@ -80,6 +122,15 @@ def _locate(job: Job) -> tuple[RunFolder, Path | None]:
             return run, None
         step = resolve_checkpoint(job.checkpoint)
         return RunFolder(step.parent.parent), step
+    if job.resume != "never" and job.config.output_dir is None:
+        raise ConfigError(
+            Problem(
+                "output_dir",
+                f"= None with --resume {job.resume}: such a run gets a new folder each time it "
+                "starts, and would never find itself again.",
+                "Use --output_dir.",
+            )
+        )
     name = job.config.output_dir or default_output_dir(POLICIES.name_of(job.config.policy))
     folder = RunFolder(Path(name))
     if job.resume == "never" and folder.holds_run():

@@ -1,0 +1,143 @@
+"""Where a run starts: what `--resume never | auto | must` does with what lies in the folder."""
+
+import os
+import shutil
+import threading
+
+import pytest
+
+from parallel_ckpt.layout import RunFolder
+from parallel_ckpt.lock import RunLock
+from parallel_config import ConfigError
+from parallel_train import start
+from parallel_train.cli.parsing import parse
+from parallel_train.signals import StopRequest
+from parallel_train.start import decide_start
+from parallel_train.train import Job, train
+
+SMALL = (
+    "--policy.dim_model 32 --policy.dim_feedforward 64 --policy.n_vae_layers 1 "
+    "--dataset.episodes 0 --batch_size 4 --log_freq 1000 --steps 6 --checkpoint.save_freq 2"
+).split()
+
+
+def job(*flags, resume="auto"):
+    return Job(config=parse(["train", *SMALL, *map(str, flags)]).command.run, resume=resume)
+
+
+def decide(*flags, resume="auto"):
+    return decide_start(job(*flags, resume=resume), world_size=1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run folder with the checkpoints of steps 2, 4 and 6."""
+    path = tmp_path_factory.mktemp("finished") / "run"
+    before = os.environ.get("PARALLEL_DEVICE")
+    os.environ["PARALLEL_DEVICE"] = "cpu"
+    try:
+        train(job("--output_dir", path, resume="never"), StopRequest())
+    finally:
+        os.environ.pop("PARALLEL_DEVICE")
+        if before is not None:
+            os.environ["PARALLEL_DEVICE"] = before
+    return path
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it that may be damaged."""
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
+def damage(run, step):
+    path = run / f"checkpoints/{step:06d}/pretrained_model/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def test_auto_starts_afresh_where_there_is_nothing(tmp_path):
+    assert decide("--output_dir", tmp_path / "new").checkpoint is None
+    # Killed before its first checkpoint: a folder, but nothing to lose.
+    (tmp_path / "begun/checkpoints/.000002.tmp-abc").mkdir(parents=True)
+    decided = decide("--output_dir", tmp_path / "begun")
+    assert decided.checkpoint is None
+    assert any("left by a save that did not finish" in note for note in decided.notes)
+
+
+def test_auto_takes_the_newest_intact_and_names_what_it_skipped(run):
+    assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
+    damage(run, 6)
+    (run / "checkpoints/000004/training_state/data.json").unlink()
+    decided = decide("--output_dir", run)
+    assert decided.checkpoint == run / "checkpoints/000002"
+    skipped = [note for note in decided.notes if note.startswith("skipped")]
+    assert f"skipped {run}/checkpoints/000006: " in skipped[0]
+    assert "pretrained_model/model.safetensors has checksum" in skipped[0]
+    assert f"skipped {run}/checkpoints/000004: " in skipped[1]
+    assert "training_state/data.json" in skipped[1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "must"])
+def test_damage_everywhere_is_refused_not_written_over(run, mode):
+    for step in (2, 4, 6):
+        damage(run, step)
+    with pytest.raises(ConfigError) as refused:
+        decide("--output_dir", run, resume=mode)
+    text = str(refused.value)
+    assert f"output_dir = '{run}' holds no intact checkpoint to resume." in text
+    assert "Mend these, or move them away to start afresh." in text
+    assert all(f"skipped {run}/checkpoints/{step:06d}: " in text for step in (2, 4, 6))
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoints/{step:06d}")
+    assert decide("--output_dir", run).checkpoint is None
+
+
+def test_must_needs_something_to_continue(tmp_path):
+    with pytest.raises(ConfigError, match="Use --resume auto to start afresh in that case"):
+        decide("--output_dir", tmp_path / "new", resume="must")
+
+
+def test_never_refuses_a_folder_that_holds_a_run(run):
+    with pytest.raises(ConfigError, match="already holds a run") as refused:
+        decide("--output_dir", run, resume="never")
+    assert f"Continue it with `ptrain resume {run}` or --resume auto" in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", ["auto", "must"])
+def test_a_run_without_a_folder_of_its_own_cannot_be_continued(mode):
+    with pytest.raises(ConfigError, match=f"output_dir = None with --resume {mode}: "):
+        decide(resume=mode)
+
+
+def test_a_requeued_job_lets_the_former_one_finish_its_save(run, capsys):
+    lock, _ = RunLock.acquire(RunFolder(run).lock)
+    timer = threading.Timer(1.5, lock.release)
+    timer.start()
+    try:
+        assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
+    finally:
+        timer.join()
+    text = capsys.readouterr().out
+    assert text.count("waiting up to 120 s for the run's writer") == 1
+    assert f"process {os.getpid()} on " in text
+
+
+def test_two_jobs_for_one_run_end_with_an_error_that_names_the_other(run, monkeypatch):
+    monkeypatch.setattr(start, "WRITER_S", 0.5)
+    lock, _ = RunLock.acquire(RunFolder(run).lock)
+    try:
+        with pytest.raises(ConfigError, match=f"is held by process {os.getpid()} on "):
+            decide("--output_dir", run)
+    finally:
+        lock.release()
+
+
+def test_a_signal_before_the_first_update_is_no_lost_run(run):
+    stop = StopRequest()
+    with stop:
+        os.kill(os.getpid(), 15)
+        outcome = train(job("--output_dir", run, "--steps", 8), stop)
+    assert (outcome.step, outcome.exit_code) == (6, 75)
+    assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
