@@ -1,0 +1,222 @@
+"""What cannot train is refused before it starts, with the name and the way out."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_config import (
+    AcceleratorConfig,
+    ConfigError,
+    DDPConfig,
+    FSDPConfig,
+    ParallelismConfig,
+    Topology,
+)
+from parallel_engine import Engine, preflight
+from parallel_testing.ranks import rank_outcomes, run_ranks
+
+CPU = torch.device("cpu")
+SHARDED = Topology(dp_shard=2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Net(nn.Module):
+    _fsdp_wrap_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def refusal(model, optimizer=None, topology=SHARDED, **config):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError) as caught:
+        preflight.check(model, optimizer, AcceleratorConfig(**config), topology, CPU)
+    return str(caught.value)
+
+
+def test_fp16_on_shards_and_on_cpu():
+    assert (
+        refusal(Net(), mixed_precision="fp16")
+        == "accelerator.mixed_precision = fp16 with parallelism.dp_shard > 1: the loss scaler does "
+        "not work on shards. Use --accelerator.mixed_precision bf16."
+    )
+    text = refusal(Net(), topology=Topology(), mixed_precision="fp16")
+    assert "= fp16 on CPU" in text
+
+
+def test_a_parameter_that_is_not_the_models():
+    model = Net()
+    groups = [{"params": model.parameters()}, {"params": [nn.Parameter(torch.ones(3, 7))]}]
+    text = refusal(model, torch.optim.AdamW(groups))
+    assert text.startswith("optimizer.param_groups[1] holds a parameter of shape [3, 7] that is")
+
+
+def test_a_trainable_parameter_that_nobody_optimizes():
+    model = Net()
+    text = refusal(model, torch.optim.AdamW(model.blocks.parameters()))
+    assert "lacks 2 trainable parameters: head.weight, head.bias." in text
+
+
+def test_state_from_the_constructor_would_stay_with_the_whole_parameters():
+    model = Net()
+    text = refusal(model, torch.optim.Adagrad(model.parameters()))
+    assert text.startswith("optimizer (Adagrad) has state for 6 parameters before the first step")
+    preflight.check(
+        model,
+        torch.optim.Adagrad(model.parameters()),
+        AcceleratorConfig(),
+        Topology(dp_replicate=2),
+        CPU,
+    )
+
+
+def tied(one, other):
+    model = Net()
+    model.get_submodule(other).weight = model.get_submodule(one).weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shown"),
+    [
+        (
+            "blocks.0.linear",
+            "blocks.1.linear",
+            "blocks.0.linear.weight in blocks.0, blocks.1.linear.weight in blocks.1",
+        ),
+        ("head", "blocks.1.linear", "blocks.1.linear.weight in blocks.1, head.weight in the root"),
+    ],
+)
+def test_a_parameter_tied_across_units(one, other, shown):
+    text = refusal(tied(one, other))
+    assert f"model ties one parameter across wrap units ({shown})" in text
+    assert "--accelerator.fsdp.ignored_modules" in text
+
+
+def test_every_problem_is_told_at_once():
+    fsdp = FSDPConfig(wrap_modules=("Blok",), ignored_modules=("hed",))
+    text = refusal(
+        Net(), torch.optim.Adagrad(Net().parameters()), mixed_precision="fp16", fsdp=fsdp
+    )
+    for field in (
+        "optimizer.param_groups[0]",
+        "optimizer lacks",
+        "accelerator.mixed_precision",
+        "accelerator.fsdp.ignored_modules",
+        "accelerator.fsdp.wrap_modules",
+    ):
+        assert field in text
+    assert "Did you mean 'Block'?" in text
+    assert "Did you mean 'head'?" in text
+
+
+def start(model, degrees=None, **config):
+    engine = Engine(
+        parallelism=ParallelismConfig(**(degrees or {"dp_shard": -1})),
+        accelerator=AcceleratorConfig(**config),
+        device="cpu",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    return engine, model, optimizer
+
+
+def trains_what_was_tied():
+    """The remedies that the refusal names; returns the losses by remedy."""
+    found = {}
+    for name, fsdp in [
+        ("whole", FSDPConfig(ignored_modules=("blocks.0.linear",))),
+        ("together", FSDPConfig(wrap_modules=("Pair",))),
+    ]:
+        torch.manual_seed(0)
+        model = tied("blocks.0.linear", "blocks.1.linear")
+        if name == "together":
+            model = nn.Sequential(Pair(), model.head)
+        engine, model, optimizer = start(model, fsdp=fsdp)
+        x = torch.ones(2, 4) * (1 + engine.rank)
+        found[name] = [
+            engine.step(model, optimizer, None, [x], lambda m, b: m(b).square().mean()).loss
+            for _ in range(3)
+        ]
+    return found
+
+
+class Pair(nn.Module):
+    """Both blocks, as one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.second.linear.weight = self.first.linear.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_the_remedies_for_a_tie_work():
+    for found in run_ranks(trains_what_was_tied, 2, init=False):
+        for losses in found.values():
+            assert losses[2] < losses[1] < losses[0]
+
+
+def other_models(degrees):
+    import os
+
+    model = Net()
+    if os.environ["RANK"] == "1":
+        model.head = nn.Linear(4, 5)
+    start(model, degrees)
+
+
+def test_ranks_that_built_other_models_are_told_the_first_difference():
+    for degrees in ({}, {"dp_shard": -1}):
+        for outcome in rank_outcomes(other_models, 2, degrees, init=False):
+            assert outcome.error_type == "ConfigError"
+            assert (
+                "model differs between ranks: where rank 0 has head.weight [4, 4] float32, "
+                "rank 1 has head.weight [5, 4] float32." in outcome.error
+            )
+
+
+class Skipping(Net):
+    """Leaves its head out for batches below zero."""
+
+    def forward(self, x):
+        hidden = self.blocks[0](x)
+        return hidden if x.sum() < 0 else self.head(self.blocks[1](hidden))
+
+
+def a_branch_on_rank_1(allowed):
+    """In the second step only, so that the first one tells nothing."""
+    torch.manual_seed(0)
+    ddp = DDPConfig(find_unused_parameters=allowed)
+    engine, model, optimizer = start(Skipping(), {"dp_replicate": -1}, ddp=ddp)
+    x = torch.ones(2, 4)
+    for batch in (x, -x if engine.rank else x, x):
+        loss = engine.step(model, optimizer, None, [batch], lambda m, b: m(b).square().mean()).loss
+    return loss
+
+
+def test_a_branch_that_one_rank_takes_ends_on_both_or_works():
+    outcomes = rank_outcomes(a_branch_on_rank_1, 2, False, init=False)
+    assert [o.error_type for o in outcomes] == ["PeerError", "RuntimeError"]
+    for outcome in outcomes:
+        assert "4 trainable parameters took no part in the loss: blocks.1.linear" in outcome.error
+        assert "--accelerator.ddp.find_unused_parameters" in outcome.error
+    losses = run_ranks(a_branch_on_rank_1, 2, True, init=False)
+    assert losses[0] == losses[1]
