@@ -139,18 +139,19 @@ def test_every_parameter_learns() -> None:
 
 def test_inference_is_the_mean_of_the_prior() -> None:
     model, inputs = policy(dropout=0.5).eval(), batch()
-    chunk = model.predict_chunk(inputs)
+    chunk = model.predict_action_chunk(inputs)
     assert chunk.shape == (4, 6, 3)
-    assert torch.equal(chunk, model.predict_chunk(inputs))
+    assert torch.equal(chunk, model.predict_action_chunk(inputs))
     assert torch.equal(chunk, model._decode(inputs, torch.zeros(4, 4)))
     observation = {k: v for k, v in inputs.items() if not k.startswith("action")}
-    assert torch.equal(chunk, model.predict_chunk(observation))
+    assert torch.equal(chunk, model.predict_action_chunk(observation))
 
 
 def test_the_task_is_read_where_there_are_several() -> None:
     model, inputs = policy().eval(), batch()
     flipped = {**inputs, "task_index": 1 - inputs["task_index"]}
-    assert not torch.allclose(model.predict_chunk(inputs), model.predict_chunk(flipped))
+    found = model.predict_action_chunk(flipped)
+    assert not torch.allclose(model.predict_action_chunk(inputs), found)
     alone = policy(DataSpec(10, SPEC.features, ("open",)))
     assert alone.observation.task is None
     assert policy(use_task=False).observation.task is None
@@ -201,11 +202,11 @@ def test_temporal_ensembling_is_the_papers_weighted_mean() -> None:
 
 def test_select_action_walks_through_the_chunk_until_reset() -> None:
     model, inputs = policy(n_action_steps=2).eval(), batch(1)
-    chunk = model.predict_chunk(inputs)
+    chunk = model.predict_action_chunk(inputs)
     other = batch(1, seed=5)
     assert torch.equal(model.select_action(inputs), chunk[:, 0])
     assert torch.equal(model.select_action(other), chunk[:, 1])
-    assert torch.equal(model.select_action(other), model.predict_chunk(other)[:, 0])
+    assert torch.equal(model.select_action(other), model.predict_action_chunk(other)[:, 0])
     model.reset()
     assert torch.equal(model.select_action(inputs), chunk[:, 0])
     assert not model.select_action(inputs).requires_grad

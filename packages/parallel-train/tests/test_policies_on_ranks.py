@@ -87,7 +87,7 @@ def entry_point(name: str, model: Any, dataset: Any, preprocessor: Any) -> list[
     inner = unwrap(model).eval()
     batch = preprocessor(dataset.__getitems__([5, 900]))
     torch.manual_seed(3)
-    method = "predict_success" if name == "reward" else "predict_chunk"
+    method = "predict_success" if name == "reward" else "predict_action_chunk"
     with torch.no_grad():
         return getattr(inner, method)(batch).flatten().tolist()
 

@@ -189,8 +189,9 @@ def test_act_sees_and_learns_with_its_backbone() -> None:
     batch = preprocessor(dataset.__getitems__(range(0, 75, 15)))
     blind = {**batch, TOP: torch.zeros_like(batch[TOP])}
     policy.eval()
-    assert policy.predict_chunk(batch).shape == (5, 4, 2)
-    assert not torch.allclose(policy.predict_chunk(batch), policy.predict_chunk(blind))
+    assert policy.predict_action_chunk(batch).shape == (5, 4, 2)
+    unseeing = policy.predict_action_chunk(blind)
+    assert not torch.allclose(policy.predict_action_chunk(batch), unseeing)
     optimizer = torch.optim.AdamW(policy.train().parameters(), lr=1e-3)
     losses = []
     for _ in range(15):
@@ -209,5 +210,5 @@ def test_a_picture_does_not_depend_on_its_neighbours_in_the_batch() -> None:
     policy, preprocessor, dataset = seeing(use_vae=False)
     batch = preprocessor(dataset.__getitems__([0, 20, 40]))
     alone = {name: value[:1] for name, value in batch.items()}
-    together = policy.train().predict_chunk(batch)[:1]
-    torch.testing.assert_close(policy.predict_chunk(alone), together, atol=1e-5, rtol=1e-5)
+    together = policy.train().predict_action_chunk(batch)[:1]
+    torch.testing.assert_close(policy.predict_action_chunk(alone), together, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel_config import ConfigError
+from parallel_config import AcceleratorConfig, ConfigError, ParallelismConfig
+from parallel_engine.plan import plan
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.policies.wam.configuration import PRESETS, WAMConfig
 from parallel_train.policies.wam.layers import MoTLayer
@@ -103,7 +104,7 @@ def test_conditioned_streams_begin_as_the_identity() -> None:
 
 def velocities(model: WAMPolicy, **changes: Tensor) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    inputs = {
+    x = {
         "task": torch.tensor([0, 1]),
         "now": torch.randn(2, 5, generator=generator),
         "world": torch.randn(2, 2, 5, generator=generator),
@@ -111,7 +112,10 @@ def velocities(model: WAMPolicy, **changes: Tensor) -> tuple[Tensor, Tensor]:
         "time": torch.tensor([0.3, 0.7]),
         **changes,
     }
-    return model._velocities(*inputs.values())
+    context = model._context({"observation.state": x["now"], "task_index": x["task"]})
+    noisy = {name: x[name] for name in ("world", "action")}
+    found = model._velocities(context, noisy, x["time"])
+    return found["world"], found["action"]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +160,13 @@ def test_loss_is_the_error_of_the_straight_flows_velocity() -> None:
     world, action = inputs["observation.state"][:, 1:], inputs["action"]
     noises = torch.randn_like(world), torch.randn_like(action)
     t = time[:, None, None]
-    found = model._velocities(
-        inputs["task_index"],
-        inputs["observation.state"][:, 0],
-        (1 - t) * noises[0] + t * world,
-        (1 - t) * noises[1] + t * action,
-        time,
+    found = velocities(
+        model,
+        task=inputs["task_index"],
+        now=inputs["observation.state"][:, 0],
+        world=(1 - t) * noises[0] + t * world,
+        action=(1 - t) * noises[1] + t * action,
+        time=time,
     )
     valid = ~inputs["action_is_pad"]
     error = (found[1] - (action - noises[1])).square()[valid].mean()
@@ -178,10 +183,13 @@ def test_weighted_parts_add_up_to_the_large_batch() -> None:
     model, whole = policy(), batch(8)
     parts = [{k: v[part] for k, v in whole.items()} for part in (slice(0, 3), slice(3, 8))]
     generator = torch.Generator().manual_seed(0)
-    errors = torch.rand(8, 2, 5, generator=generator), torch.rand(8, 6, 3, generator=generator)
-    loss = model._loss(whole, *errors)[0]
+    errors = {
+        "world": torch.rand(8, 2, 5, generator=generator),
+        "action": torch.rand(8, 6, 3, generator=generator),
+    }
+    loss = model._loss(whole, errors)[0]
     losses = [
-        model._loss(part, *(e[cut] for e in errors))[0]
+        model._loss(part, {name: e[cut] for name, e in errors.items()})[0]
         for part, cut in zip(parts, (slice(0, 3), slice(3, 8)), strict=True)
     ]
     weights = [model.loss_weight(part) for part in parts]
@@ -192,25 +200,27 @@ def test_weighted_parts_add_up_to_the_large_batch() -> None:
 def test_inference_follows_the_velocity_from_noise() -> None:
     model, inputs = policy().eval(), batch()
     torch.manual_seed(5)
-    world, action = model.predict_future(inputs)
+    world, pictures, action = model.predict_future(inputs)
+    assert pictures is None
     assert world.shape == (4, 2, 5)
     assert action.shape == (4, 6, 3)
     torch.manual_seed(5)
     x, y = torch.empty(4, 2, 5).normal_(), torch.empty(4, 6, 3).normal_()
     now = inputs["observation.state"][:, 0]
     for step in range(4):
-        found = model._velocities(inputs["task_index"], now, x, y, torch.full((4,), step / 4))
+        at = {"world": x, "action": y, "time": torch.full((4,), step / 4)}
+        found = velocities(model, task=inputs["task_index"], now=now, **at)
         x, y = x + found[0] / 4, y + found[1] / 4
     torch.testing.assert_close((world, action), (x, y))
     torch.manual_seed(5)
     live = {"observation.state": now, "task_index": inputs["task_index"]}
-    torch.testing.assert_close(model.predict_chunk(live), action)
+    torch.testing.assert_close(model.predict_action_chunk(live), action)
 
 
 def test_select_action_walks_through_the_chunk_until_reset() -> None:
     model, inputs = policy(n_action_steps=2).eval(), batch(1)
     torch.manual_seed(0)
-    chunk = model.predict_chunk(inputs)
+    chunk = model.predict_action_chunk(inputs)
     torch.manual_seed(0)
     assert torch.equal(model.select_action(inputs), chunk[:, 0])
     assert torch.equal(model.select_action(inputs), chunk[:, 1])
@@ -229,7 +239,7 @@ def test_it_learns_two_demonstrations_and_plays_them() -> None:
         model(inputs)[0].backward()
         optimizer.step()
     assert with_noise(model, inputs).item() < 0.4 * first
-    error = (model.predict_chunk(inputs) - inputs["action"]).abs().mean().item()
+    error = (model.predict_action_chunk(inputs) - inputs["action"]).abs().mean().item()
     assert error < 0.4 * inputs["action"].abs().mean().item()
 
 
@@ -263,6 +273,21 @@ def test_presets_have_the_size_they_are_named_for(preset: Any, least: float, mos
     assert inside > 0.9 * sum(p.numel() for p in model.parameters())  # the wrap units hold it
 
 
+def test_the_largest_preset_is_planned_for_eight_ranks() -> None:
+    """Without memory for a single weight of it."""
+    found = plan(
+        lambda: WAMPolicy(WAMConfig(preset="6b"), SPEC),
+        ParallelismConfig(dp_shard=-1),
+        AcceleratorConfig(mixed_precision="bf16"),
+        8,
+        batch_size=1,
+    )
+    layers = [unit for unit in found.units if unit.name.startswith("layers.")]
+    assert len(layers) == PRESETS["6b"].n_layers
+    assert 5.8e9 < sum(unit.num_params for unit in found.units) < 6.2e9
+    assert max(unit.num_params for unit in layers) < 2.5e8
+
+
 def test_deltas_and_declared_names() -> None:
     assert tiny().delta_timestamps(10) == {
         "action": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5],
@@ -283,6 +308,8 @@ def test_deltas_and_declared_names() -> None:
         ({"world": ()}, r"policy.world = \[\] names no observation"),
         ({"n_action_steps": 9}, r"policy.n_action_steps = 9 exceeds policy.chunk_size = 6"),
         ({"world_weight": -1.0}, r"policy.world_weight = -1.0, but it is at least 0"),
+        ({"camera_weight": -1.0}, r"policy.camera_weight = -1.0, but it is at least 0"),
+        ({"image_size": 24, "patch_size": 16}, r"policy.patch_size = 16 does not divide.*_size 12"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ class Block(nn.Module):
 class MLPPolicy(nn.Module):
     config_class = MLPConfig
     _fsdp_wrap_modules = ("Block",)
-    _fsdp_forward_methods = ("predict_chunk",)
+    _fsdp_forward_methods = ("predict_action_chunk",)
 
     def __init__(self, config: MLPConfig, spec: DataSpec) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class MLPPolicy(nn.Module):
         self._queue: list[Tensor] = []
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        error = (self.predict_chunk(batch) - batch[ACTION]).square().mean(dim=-1)
+        error = (self.predict_action_chunk(batch) - batch[ACTION]).square().mean(dim=-1)
         valid = ~batch["action_is_pad"]
         loss = (error * valid).sum() / valid.sum().clamp(min=1)
         return loss, {"valid": valid.float().mean().item()}
@@ -40,7 +40,7 @@ class MLPPolicy(nn.Module):
     def loss_weight(batch: dict[str, Tensor]) -> Tensor:
         return (~batch["action_is_pad"]).sum()
 
-    def predict_chunk(self, batch: dict[str, Tensor]) -> Tensor:
+    def predict_action_chunk(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.observation(batch[STATE])
         for block in self.blocks:
             x = block(x)
@@ -49,7 +49,7 @@ class MLPPolicy(nn.Module):
     @torch.no_grad()
     def select_action(self, batch: dict[str, Tensor]) -> Tensor:
         if not self._queue:
-            self._queue = list(self.predict_chunk(batch).unbind(dim=1))
+            self._queue = list(self.predict_action_chunk(batch).unbind(dim=1))
         return self._queue.pop(0)
 
     def reset(self) -> None:

@@ -102,12 +102,18 @@ class Preprocessor:
         return cls(normalizers, rename)
 
     def __call__(
-        self, batch: Mapping[str, Tensor], device: torch.device | None = None
-    ) -> dict[str, Tensor]:
-        """A new batch; `<feature>_is_pad` follows its feature's new name."""
-        result: dict[str, Tensor] = {}
+        self, batch: Mapping[str, Any], device: torch.device | None = None
+    ) -> dict[str, Any]:
+        """A new batch; `<feature>_is_pad` follows its feature's new name.
+
+        What is no tensor, such as the texts of tasks, passes as it is.
+        """
+        result: dict[str, Any] = {}
         for name, value in batch.items():
             target = self._renamed(name)
+            if not isinstance(value, Tensor):
+                result[target] = value
+                continue
             moved = value if device is None else value.to(device, non_blocking=True)
             if moved.dtype == torch.uint8:
                 moved = moved.float() / 255  # pictures travel as bytes and are read as [0, 1]

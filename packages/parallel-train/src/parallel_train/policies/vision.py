@@ -5,12 +5,14 @@ Shape suffixes: B batch, C channels, H height, W width (both of the feature map)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel_config import ConfigError, Problem
+from parallel_train.data.spec import DataSpec
 from parallel_train.policies.transformer import sinusoids
 
 
@@ -45,6 +47,23 @@ class ImageTokens(nn.Module):
         dim, height, width = map_BDHW.shape[1:]
         place_SD = place_codes(height, width, dim).to(map_BDHW)
         return map_BDHW.flatten(2).transpose(1, 2), place_SD + self.camera[camera]
+
+
+def require_cameras(spec: DataSpec, names: Sequence[str]) -> None:
+    """Check that the data has pictures of these names.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    missing = [name for name in names if name not in spec.cameras()]
+    if missing:
+        raise ConfigError(
+            Problem(
+                "policy.cameras",
+                f"names {', '.join(map(repr, missing))}, which the dataset does not have.",
+                f"It has: {', '.join(spec.cameras()) or 'no camera'}.",
+            )
+        )
 
 
 def place_codes(height: int, width: int, dim: int) -> Tensor:

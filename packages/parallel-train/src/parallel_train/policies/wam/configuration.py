@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from parallel_config import Problem
@@ -26,13 +26,49 @@ class Sizes:
     """Of the context and world streams."""
     action_width: int
     """Of the action stream."""
+    image_size: int
+    """Height and width that pictures are scaled to."""
+    patch_size: int
+    """Height and width of a patch; each is a token."""
 
 
 PRESETS = {
-    "tiny": Sizes(n_layers=4, n_heads=4, head_dim=32, width=128, action_width=128),
-    "100m": Sizes(n_layers=12, n_heads=8, head_dim=64, width=512, action_width=384),
-    "1b": Sizes(n_layers=20, n_heads=12, head_dim=96, width=1152, action_width=768),
-    "6b": Sizes(n_layers=28, n_heads=20, head_dim=128, width=2560, action_width=1280),
+    "tiny": Sizes(
+        n_layers=4,
+        n_heads=4,
+        head_dim=32,
+        width=128,
+        action_width=128,
+        image_size=64,
+        patch_size=16,
+    ),
+    "100m": Sizes(
+        n_layers=12,
+        n_heads=8,
+        head_dim=64,
+        width=512,
+        action_width=384,
+        image_size=128,
+        patch_size=16,
+    ),
+    "1b": Sizes(
+        n_layers=20,
+        n_heads=12,
+        head_dim=96,
+        width=1152,
+        action_width=768,
+        image_size=224,
+        patch_size=16,
+    ),
+    "6b": Sizes(
+        n_layers=28,
+        n_heads=20,
+        head_dim=128,
+        width=2560,
+        action_width=1280,
+        image_size=224,
+        patch_size=16,
+    ),
 }
 """By name; the number is the count of parameters, roughly."""
 
@@ -55,37 +91,52 @@ class WAMConfig(PolicyConfig):
     """Width of the context and world streams; None is the preset's."""
     action_width: int | None = None
     """Width of the action stream; None is the preset's."""
+    image_size: int | None = None
+    """Height and width that pictures are scaled to, whatever their shape; None is the preset's."""
+    patch_size: int | None = None
+    """Height and width of a patch, which is a token; it divides image_size. None is the
+    preset's."""
     chunk_size: int = 16
     """Actions predicted at once, one per frame of the dataset."""
     n_action_steps: int | None = None
     """Actions of a chunk that are executed before the next prediction; None executes all."""
     world: tuple[str, ...] = ("observation.state",)
-    """Observation vectors that are read, and whose future is predicted."""
+    """Observation vectors that are read, and whose future is predicted. Latents that another model
+    has made of pictures are such vectors too."""
+    cameras: tuple[str, ...] = ()
+    """Cameras that the policy sees, by feature name (observation.images.top); empty: vectors
+    alone."""
+    predict_cameras: bool = True
+    """Predict the cameras' future pictures too; otherwise only the present ones are read."""
     world_frames: int = 4
     """Future frames of the world that are predicted."""
     world_stride: int = 4
     """Frames of the dataset between two of them."""
     world_weight: float = 0.5
-    """Weight of the world's error beside the actions'."""
+    """Weight of the vectors' error beside the actions'."""
+    camera_weight: float = 0.1
+    """Weight of the pictures' error beside the actions'."""
     text_bytes: int = 48
     """Bytes of the task's text that are read; the rest is cut off."""
     num_flow_steps: int = 10
     """Euler steps from noise to actions at inference."""
     state_normalization: Mode = "mean_std"
     """How observation vectors are normalized."""
+    image_normalization: Mode = "mean_std"
+    """How pictures are normalized, after they are scaled to [0, 1]."""
     action_normalization: Mode = "mean_std"
     """How actions are normalized."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "world", tuple(self.world))
+        object.__setattr__(self, "cameras", tuple(self.cameras))
         report(self._problems())
 
     @property
     def sizes(self) -> Sizes:
         """The preset's sizes with the fields that were given."""
-        names = ("n_layers", "n_heads", "head_dim", "width", "action_width")
         preset = PRESETS[self.preset]
-        given = {name: getattr(self, name) for name in names}
+        given = {field.name: getattr(self, field.name) for field in fields(preset)}
         return Sizes(
             **{n: getattr(preset, n) if value is None else value for n, value in given.items()}
         )
@@ -95,17 +146,29 @@ class WAMConfig(PolicyConfig):
         """Actions of a chunk that are executed before the next prediction."""
         return self.chunk_size if self.n_action_steps is None else self.n_action_steps
 
+    @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Videos of the dataset that are decoded for this policy."""
+        return self.cameras
+
+    @property
+    def predicted_cameras(self) -> tuple[str, ...]:
+        """Cameras whose future is predicted."""
+        return self.cameras if self.predict_cameras else ()
+
     def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
         """The chunk of actions; of the world this frame and the predicted ones."""
         future = [i * self.world_stride / fps for i in range(self.world_frames + 1)]
         return {
             "action": [i / fps for i in range(self.chunk_size)],
-            **dict.fromkeys(self.world, future),
+            **{name: list(future) for name in (*self.world, *self.predicted_cameras)},
         }
 
     def normalization(self) -> dict[str, str]:
         """Normalization mode by prefix of the feature's name."""
-        return {"observation.": self.state_normalization, "action": self.action_normalization}
+        cameras = dict.fromkeys(self.cameras, str(self.image_normalization))
+        modes = {"observation.": self.state_normalization, "action": self.action_normalization}
+        return {**modes, **cameras}
 
     def _problems(self) -> Iterator[Problem]:
         for name in _POSITIVE:
@@ -122,8 +185,22 @@ class WAMConfig(PolicyConfig):
                 f"= {self.n_action_steps} exceeds policy.chunk_size = {self.chunk_size}.",
                 f"{self.chunk_size} or less",
             )
-        if not (math.isfinite(self.world_weight) and self.world_weight >= 0):
-            yield _problem("world_weight", f"= {self.world_weight}, but it is at least 0.", "0.5")
+        for name, use in (("world_weight", "0.5"), ("camera_weight", "0.1")):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                yield _problem(name, f"= {value}, but it is at least 0.", use)
+        yield from self._picture_problems()
+
+    def _picture_problems(self) -> Iterator[Problem]:
+        if self.preset not in PRESETS:
+            return
+        size, patch = self.sizes.image_size, self.sizes.patch_size
+        if patch >= 1 and size % patch:
+            yield _problem(
+                "patch_size",
+                f"= {patch} does not divide policy.image_size = {size}.",
+                f"{max(n for n in range(1, patch) if size % n == 0)}",
+            )
 
 
 _POSITIVE = (
@@ -132,6 +209,8 @@ _POSITIVE = (
     "head_dim",
     "width",
     "action_width",
+    "image_size",
+    "patch_size",
     "chunk_size",
     "n_action_steps",
     "world_frames",

@@ -1,4 +1,5 @@
-"""The mixture-of-transformers layer: streams with weights of their own that attend jointly.
+"""The mixture-of-transformers layer: streams with weights of their own that attend jointly
+(Liang et al. 2024, arXiv:2411.04996).
 
 Shape suffixes: B batch, S tokens of one stream, N tokens of all streams, W width of one stream,
 H heads, E width of one head, C width of the condition.
@@ -21,8 +22,21 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, None, self.eps) * self.weight.to(x.dtype)
 
 
+class ZeroLinear(nn.Linear):
+    """Begins at zero: what it gates or predicts is nothing at first."""
+
+    def reset_parameters(self) -> None:
+        """Set everything to zero."""
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class SwiGLU(nn.Module):
-    """Gated feed-forward network (Shazeer 2020) as large as a plain one of 4 x width."""
+    """Gated feed-forward network (Shazeer 2020, arXiv:2002.05202).
+
+    It is as large as a plain one of 4 x width.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,8 +55,8 @@ class StreamWeights(nn.Module):
     """What one stream owns in a layer: norms, projections, feed-forward and modulation.
 
     A conditioned stream scales, shifts and gates both halves by the flow time (adaLN-zero of
-    Peebles and Xie 2023): it begins as the identity. A stream that is not `updated` is only read,
-    and owns nothing that would stay without a gradient.
+    Peebles and Xie 2023, arXiv:2212.09748): it begins as the identity. A stream that is not
+    `updated` is only read, and owns nothing that would stay without a gradient.
     """
 
     def __init__(
@@ -57,10 +71,7 @@ class StreamWeights(nn.Module):
             self.norm2 = RMSNorm(width)
             self.to_out = nn.Linear(n_heads * head_dim, width, bias=False)
             self.feed_forward = SwiGLU(width)
-        self.modulation = None if condition is None else nn.Linear(condition, 6 * width)
-        if self.modulation is not None:
-            nn.init.zeros_(self.modulation.weight)
-            nn.init.zeros_(self.modulation.bias)
+        self.modulation = None if condition is None else ZeroLinear(condition, 6 * width)
 
     def modulate(self, condition_BC: Tensor) -> Modulation | None:
         """Shift, scale and gate of both halves, six of [B, 1, W]; None for a clean stream."""
@@ -81,7 +92,7 @@ class StreamWeights(nn.Module):
     def update(self, x_BSW: Tensor, read_BHSE: Tensor, m: Modulation | None) -> Tensor:
         """Add what attention read, then the feed-forward network; returns [B, S, W]."""
         if not self.updated:
-            return x_BSW
+            return x_BSW.clone()  # what a layer returns is no view, which FSDP2 would warn about
         read_BSW = self.to_out(read_BHSE.transpose(1, 2).flatten(2))
         x_BSW = x_BSW + (read_BSW if m is None else m[2] * read_BSW)
         h_BSW = self.norm2(x_BSW)

@@ -1,126 +1,95 @@
 """WAMPolicy: flow matching over the future of the world and the actions that lead there.
 
-Three streams attend jointly in mixture-of-transformers layers (Liang et al. 2024):
+Three streams attend jointly in mixture-of-transformers layers (Liang et al. 2024,
+arXiv:2411.04996), as do vision, language and action in pi0 (Black et al. 2024, arXiv:2410.24164):
 
-    context   bytes of the task's text, and the observation now; clean
-    world     future observations, on their way from noise to data
+    context   bytes of the task's text, vectors and pictures of the present; clean
+    world     future vectors and pictures (as patches), on their way from noise to data
     action    the chunk of actions, on the same way at the same time
 
-The flow is the straight line x_t = (1 - t) noise + t data (Lipman et al. 2023); the model predicts
-its velocity, data - noise. Context reads only itself; world and action read everything.
+The flow is the straight line x_t = (1 - t) noise + t data (Lipman et al. 2023, arXiv:2210.02747);
+the model predicts its velocity, data - noise. Context reads only itself; world and action read
+everything.
 
-Shape suffixes: B batch, F future frames, O width of the observation, T chunk, A action width,
-S context tokens, N tokens of all streams, W stream width, C width of the condition.
+Shape suffixes: B batch, F future frames, O width of the observed vectors, T chunk, A action width,
+P patches of all cameras, K numbers of a patch, S context tokens, N tokens of all streams, W stream
+width, C width of the condition.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.policies.chunks import ChunkQueue
+from parallel_train.policies.pretrained import PretrainedPolicy
+from parallel_train.policies.vision import require_cameras
 from parallel_train.policies.wam.configuration import WAMConfig
-from parallel_train.policies.wam.layers import MoTLayer, RMSNorm
+from parallel_train.policies.wam.layers import MoTLayer
+from parallel_train.policies.wam.tokens import (
+    ContextTokens,
+    FlowTime,
+    NoisyStream,
+    PatchGrid,
+    text_bytes,
+)
 
-Batch = Mapping[str, Tensor]
-NO_BYTE = 256
-"""Stands where a text is shorter than the longest."""
-
-
-class ContextTokens(nn.Module):
-    """Tokens of the task's text and of the present observation."""
-
-    text_table: Tensor
-
-    def __init__(self, config: WAMConfig, spec: DataSpec, num_numbers: int) -> None:
-        super().__init__()
-        width = config.sizes.width
-        texts = [list(task.encode()[: config.text_bytes]) for task in spec.tasks or ("",)]
-        length = max(1, *(len(text) for text in texts))
-        table = [text + [NO_BYTE] * (length - len(text)) for text in texts]
-        self.register_buffer("text_table", torch.tensor(table), persistent=False)
-        self.byte = nn.Embedding(NO_BYTE + 1, width)
-        self.text_position = nn.Parameter(torch.randn(length, width) * 0.02)
-        self.observation = nn.Linear(num_numbers, width)
-
-    def forward(self, task_B: Tensor, now_BO: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, S, W], and which of them mean something, [B, S]."""
-        text_BL = self.text_table[task_B]
-        text_BLW = self.byte(text_BL) + self.text_position
-        tokens_BSW = torch.cat([self.observation(now_BO)[:, None], text_BLW], dim=1)
-        present_B1 = torch.ones_like(text_BL[:, :1], dtype=torch.bool)
-        return tokens_BSW, torch.cat([present_B1, text_BL != NO_BYTE], dim=1)
+Batch = Mapping[str, Any]
 
 
-class FlowTime(nn.Module):
-    """The flow time in [0, 1] as a condition."""
+class Future(NamedTuple):
+    """What the flow arrives at, normalized as the batch was."""
 
-    def __init__(self, width: int, num_frequencies: int = 64) -> None:
-        super().__init__()
-        self.num_frequencies = num_frequencies
-        self.first, self.second = nn.Linear(2 * num_frequencies, width), nn.Linear(width, width)
-
-    def forward(self, time_B: Tensor) -> Tensor:
-        """Returns [B, C]."""
-        steps = torch.arange(self.num_frequencies, device=time_B.device) / self.num_frequencies
-        angle_BF = time_B[:, None] * 1000 * torch.exp(-math.log(10000.0) * steps)
-        waves = torch.cat([angle_BF.sin(), angle_BF.cos()], dim=-1)
-        # Under sharded mixed precision the weights are narrow here, and the time is not.
-        condition_BC: Tensor = self.second(F.silu(self.first(waves.to(self.first.weight.dtype))))
-        return condition_BC
+    world: Tensor
+    """Vectors of `config.world`, one after another: [B, F, O]."""
+    pictures: Tensor | None
+    """[B, F, cameras, 3, image_size, image_size]; None where none are predicted."""
+    action: Tensor
+    """[B, T, A]."""
 
 
-class NoisyStream(nn.Module):
-    """Into and out of a stream that the flow carries."""
-
-    def __init__(self, num_tokens: int, numbers: int, width: int) -> None:
-        super().__init__()
-        self.into = nn.Linear(numbers, width)
-        self.position = nn.Parameter(torch.randn(num_tokens, width) * 0.02)
-        self.norm = RMSNorm(width)
-        self.out = nn.Linear(width, numbers)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
-
-    def embed(self, x: Tensor) -> Tensor:
-        """From numbers [B, tokens, numbers] to [B, tokens, W]."""
-        embedded: Tensor = self.into(x) + self.position
-        return embedded
-
-    def velocity(self, x: Tensor) -> Tensor:
-        """From [B, tokens, W] to a velocity [B, tokens, numbers]."""
-        velocity: Tensor = self.out(self.norm(x))
-        return velocity
-
-
-class WAMPolicy(nn.Module):
+class WAMPolicy(PretrainedPolicy):
     """Predicts a chunk of actions together with the observations that they lead to.
 
-    Batches are normalized. Training: every feature of `config.world` [B, 1 + F, width] (now and
-    the future frames) with `<feature>_is_pad`, `action` [B, T, A], `action_is_pad` [B, T],
-    `task_index` [B]. Inference: the features [B, width] or [B, 1 + F, width], and `task_index`.
+    Batches are normalized. Training:
+
+    - every feature of `config.world` [B, 1 + F, width]: now, and the future frames, with
+      `<feature>_is_pad` [B, 1 + F];
+    - every camera [B, 1 + F, 3, height, width], without `predict_cameras` [B, 3, height, width];
+    - `action` [B, T, A], `action_is_pad` [B, T];
+    - `task_index` [B], or the texts themselves as `task`, a list of B strings.
+
+    Inference reads the same without the actions; features may come without future frames
+    ([B, width], [B, 3, height, width]).
 
     Raises:
-        ConfigError: the dataset lacks a feature of `config.world`, or the action vector.
+        ConfigError: the dataset lacks a feature of `config.world`, a camera, or the action vector.
     """
 
     _fsdp_wrap_modules: ClassVar[list[str]] = ["MoTLayer"]
-    _fsdp_forward_methods: ClassVar[list[str]] = ["predict_chunk", "predict_future"]
+    _fsdp_forward_methods: ClassVar[list[str]] = ["predict_action_chunk", "predict_future"]
+    text_table: Tensor
 
     def __init__(self, config: WAMConfig, spec: DataSpec) -> None:
         super().__init__()
         self.config, self.spec = config, spec
-        sizes, observed = config.sizes, sum(spec.dim(name) for name in config.world)
-        self.num_numbers = observed, spec.dim(ACTION)
-        self.context = ContextTokens(config, spec, observed)
-        self.world = NoisyStream(config.world_frames, observed, sizes.width)
-        self.action = NoisyStream(config.chunk_size, spec.dim(ACTION), sizes.action_width)
+        require_cameras(spec, config.cameras)
+        sizes, frames = config.sizes, config.world_frames
+        observed = sum(spec.dim(name) for name in config.world)
+        self.grid = PatchGrid(sizes.image_size, sizes.patch_size)
+        patches = len(config.cameras) * self.grid.num_patches
+        self.context = ContextTokens(
+            sizes.width, observed, patches, self.grid.numbers, config.text_bytes
+        )
+        self.noisy = nn.ModuleDict({"world": NoisyStream(frames, observed, sizes.width)})
+        if config.predicted_cameras:
+            numbers = self.grid.numbers
+            self.noisy["pictures"] = NoisyStream(frames * patches, numbers, sizes.width)
+        self.noisy["action"] = NoisyStream(config.chunk_size, spec.dim(ACTION), sizes.action_width)
         self.time = FlowTime(sizes.action_width)
         widths = sizes.width, sizes.width, sizes.action_width
         conditions = None, sizes.action_width, sizes.action_width
@@ -128,7 +97,13 @@ class WAMPolicy(nn.Module):
             MoTLayer(widths, sizes.n_heads, sizes.head_dim, conditions, layer == sizes.n_layers - 1)
             for layer in range(sizes.n_layers)
         )
+        self.register_buffer("text_table", torch.empty(0), persistent=False)
+        self.reset_buffers()
         self._chunks = ChunkQueue(config.executed, None)
+
+    def reset_buffers(self) -> None:
+        """Compute the bytes of every task's text anew: they are in no checkpoint."""
+        self.text_table = text_bytes(self.spec.tasks or ("",), self.config.text_bytes)
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Training loss, a 0-dim mean over the unpadded action entries, and its parts.
@@ -136,86 +111,132 @@ class WAMPolicy(nn.Module):
         Every action entry carries the world error of its sample, so that the loss of a large
         batch is the mean of its parts' losses weighted by `loss_weight`.
         """
-        seen_BGO = torch.cat([batch[name] for name in self.config.world], dim=-1)
-        now_BO, world_BFO = seen_BGO[:, 0], seen_BGO[:, 1:]
-        time_B = torch.rand(len(now_BO), device=now_BO.device)
-        world_noise, action_noise = torch.randn_like(world_BFO), torch.randn_like(batch[ACTION])
-        t = time_B[:, None, None].to(now_BO.dtype)
-        v_world, v_action = self._velocities(
-            batch["task_index"],
-            now_BO,
-            torch.lerp(world_noise, world_BFO, t),
-            torch.lerp(action_noise, batch[ACTION], t),
-            time_B,
-        )
-        world_error = (v_world - (world_BFO - world_noise)).square()
-        action_error = (v_action - (batch[ACTION] - action_noise)).square()
-        return self._loss(batch, world_error, action_error)
+        data = {ACTION: batch[ACTION], **self._future(batch)}
+        time_B = torch.rand(len(batch[ACTION]), device=batch[ACTION].device)
+        noise = {name: torch.randn_like(data[name]) for name in self.noisy}
+        t = time_B[:, None, None].to(batch[ACTION].dtype)
+        along = {name: torch.lerp(noise[name], data[name], t) for name in self.noisy}
+        velocities = self._velocities(self._context(batch), along, time_B)
+        errors = {n: (v - (data[n] - noise[n])).square() for n, v in velocities.items()}
+        return self._loss(batch, errors)
 
     @staticmethod
     def loss_weight(batch: Batch) -> Tensor:
         """Number of unpadded action entries, 0-dim: the weight of this batch's mean loss."""
-        return (~batch["action_is_pad"]).sum() * batch[ACTION].shape[-1]
+        entries: Tensor = (~batch["action_is_pad"]).sum() * batch[ACTION].shape[-1]
+        return entries
 
-    @torch.no_grad()
-    def predict_future(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Future observations [B, F, O] and actions [B, T, A], from noise in Euler steps.
+    def predict_future(self, batch: Batch) -> Future:
+        """Observations and actions from noise, in Euler steps; without gradients.
 
         Draws the noise from torch's global generator.
         """
-        now_BO = torch.cat([_now(batch[name]) for name in self.config.world], dim=-1)
-        count, steps = len(now_BO), self.config.num_flow_steps
-        world = now_BO.new_empty(count, self.config.world_frames, self.num_numbers[0]).normal_()
-        action = now_BO.new_empty(count, self.config.chunk_size, self.num_numbers[1]).normal_()
-        for step in range(steps):
-            time_B = now_BO.new_full((count,), step / steps)
-            velocities = self._velocities(batch["task_index"], now_BO, world, action, time_B)
-            world, action = world + velocities[0] / steps, action + velocities[1] / steps
-        return world, action
+        found = self._sample(batch)
+        pictures = None
+        if "pictures" in found:
+            frames, cameras = self.config.world_frames, len(self.config.cameras)
+            shape = -1, frames, cameras, self.grid.num_patches, self.grid.numbers
+            pictures = self.grid.join(found["pictures"].reshape(shape))
+        return Future(found["world"], pictures, found[ACTION])
 
-    def predict_chunk(self, batch: Batch) -> Tensor:
-        """The chunk [B, T, A] that follows the observation."""
-        return self.predict_future(batch)[1]
+    def predict_action_chunk(self, batch: Batch) -> Tensor:
+        """The chunk [B, T, A] that follows the observation; without gradients."""
+        return self._sample(batch)[ACTION]
 
     @torch.no_grad()
     def select_action(self, batch: Batch) -> Tensor:
         """The action [B, A] to execute now. Call once per frame; `reset` between episodes."""
-        return self._chunks.next_action(lambda: self.predict_chunk(batch))
+        return self._chunks.next_action(lambda: self.predict_action_chunk(batch))
 
     def reset(self) -> None:
         """Forget predicted actions: a new episode begins."""
         self._chunks.clear()
 
+    @torch.no_grad()
+    def _sample(self, batch: Batch) -> dict[str, Tensor]:
+        context, steps = self._context(batch), self.config.num_flow_steps
+        tokens_BSW = context[0]
+        x = {name: self._noise(name, batch, len(tokens_BSW)) for name in self.noisy}
+        for step in range(steps):
+            time_B = tokens_BSW.new_full((len(tokens_BSW),), step / steps, dtype=torch.float32)
+            velocities = self._velocities(context, x, time_B)
+            x = {name: x[name] + velocity / steps for name, velocity in velocities.items()}
+        return x
+
+    def _noise(self, name: str, batch: Batch, count: int) -> Tensor:
+        stream = self.noisy[name]
+        assert isinstance(stream, NoisyStream)
+        shape = count, stream.num_tokens, stream.numbers
+        noise: Tensor = batch[self.config.world[0]].new_empty(shape).normal_()
+        return noise
+
+    def _context(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Clean tokens [B, S, W], and which of them mean something, [B, S]."""
+        now = torch.cat([_now(batch[name], 2) for name in self.config.world], dim=-1)
+        pictures = [self.grid.cut(_now(batch[name], 4)) for name in self.config.cameras]
+        text_BL = (
+            self.text_table[batch["task_index"]]
+            if "task" not in batch
+            else text_bytes(batch["task"], self.config.text_bytes).to(now.device)
+        )
+        tokens: tuple[Tensor, Tensor] = self.context(
+            now, torch.cat(pictures, dim=1) if pictures else None, text_BL
+        )
+        return tokens
+
+    def _future(self, batch: Batch) -> dict[str, Tensor]:
+        """What the world stream arrives at: vectors [B, F, O], pictures [B, F * P, K]."""
+        world = torch.cat([batch[name][:, 1:] for name in self.config.world], dim=-1)
+        pictures = [self.grid.cut(batch[n][:, 1:]) for n in self.config.predicted_cameras]
+        if not pictures:
+            return {"world": world}
+        return {"world": world, "pictures": torch.cat(pictures, dim=2).flatten(1, 2)}
+
     def _velocities(
-        self, task_B: Tensor, now_BO: Tensor, world_BFO: Tensor, action_BTA: Tensor, time_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Velocity of the world [B, F, O] and of the actions [B, T, A] at one point of the flow."""
-        context_BSW, present_BS = self.context(task_B, now_BO)
-        xs = (context_BSW, self.world.embed(world_BFO), self.action.embed(action_BTA))
+        self, context: tuple[Tensor, Tensor], x: Mapping[str, Tensor], time_B: Tensor
+    ) -> dict[str, Tensor]:
+        """Velocity of everything that the flow carries, shaped like `x`, at one point of it."""
+        context_BSW, present_BS = context
+        streams: dict[str, NoisyStream] = dict(self.noisy.items())  # type: ignore[arg-type]
+        embedded = {name: stream.embed(x[name]) for name, stream in streams.items()}
+        action = embedded.pop(ACTION)
+        xs = (context_BSW, torch.cat([*embedded.values()], dim=1), action)
         condition_BC = self.time(time_B)
-        visible_B1NN = _visible(present_BS, world_BFO.shape[1] + action_BTA.shape[1])
+        visible_B1NN = _visible(present_BS, xs[1].shape[1] + xs[2].shape[1])
         for layer in self.layers:
             xs = layer(xs, condition_BC, visible_B1NN)
-        return self.world.velocity(xs[1]), self.action.velocity(xs[2])
+        parts = torch.split(xs[1], [part.shape[1] for part in embedded.values()], dim=1)
+        ends = {**dict(zip(embedded, parts, strict=True)), ACTION: xs[2]}
+        return {name: streams[name].velocity(end) for name, end in ends.items()}
 
-    def _loss(
-        self, batch: Batch, world_error_BFO: Tensor, action_error_BTA: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, batch: Batch, errors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         pad_BT = batch["action_is_pad"]
-        entries_B = (~pad_BT).sum(dim=1) * action_error_BTA.shape[-1]
+        entries_B = (~pad_BT).sum(dim=1) * errors[ACTION].shape[-1]
         count = entries_B.sum().clamp(min=1)
-        action = action_error_BTA.masked_fill(pad_BT[..., None], 0).sum() / count
+        action = errors[ACTION].masked_fill(pad_BT[..., None], 0).sum() / count
+        loss, metrics = action, {"action_loss": action.detach()}
         pad_BF = batch[f"{self.config.world[0]}_is_pad"][:, 1:]
-        frames_B = (~pad_BF).sum(dim=1).clamp(min=1) * world_error_BFO.shape[-1]
-        world_B = world_error_BFO.masked_fill(pad_BF[..., None], 0).sum(dim=(1, 2)) / frames_B
-        world = (world_B * entries_B).sum() / count
-        loss = action + self.config.world_weight * world
-        return loss, {"action_loss": action.detach(), "world_loss": world.detach()}
+        for name, weight in (
+            ("world", self.config.world_weight),
+            ("pictures", self.config.camera_weight),
+        ):
+            if name in errors:
+                error_BFX = errors[name].reshape(*pad_BF.shape, -1)
+                error_B = _mean_frame(error_BFX, pad_BF)
+                part = (error_B * entries_B).sum() / count
+                loss, metrics[f"{name}_loss"] = loss + weight * part, part.detach()
+        return loss, metrics
 
 
-def _now(value: Tensor) -> Tensor:
-    """The present frame of [B, 1 + F, width], or [B, width] as it is."""
-    return value[:, 0] if value.ndim == 3 else value
+def _now(value: Tensor, num_dims: int) -> Tensor:
+    """The present frame of a value with a time dim, or a value of `num_dims` as it is."""
+    return value[:, 0] if value.ndim > num_dims else value
+
+
+def _mean_frame(error_BFX: Tensor, pad_BF: Tensor) -> Tensor:
+    """Mean error [B] over the frames inside of the episode; 0 where there is none."""
+    error_BF = error_BFX.mean(dim=-1).masked_fill(pad_BF, 0)
+    return error_BF.sum(dim=1) / (~pad_BF).sum(dim=1).clamp(min=1)
 
 
 def _visible(present_BS: Tensor, num_noisy: int) -> Tensor:
