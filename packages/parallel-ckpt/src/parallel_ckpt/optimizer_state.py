@@ -147,7 +147,8 @@ def allocate(
 ) -> Allocation:
     """Fresh tensors for every stored entry, sharded and placed as the optimizer would have them.
 
-    `stored` gives shape and dtype of each key. No collective.
+    Their values are arbitrary until they are filled. `stored` gives shape and dtype of each key.
+    No collective.
 
     Raises:
         StateMismatch: index and tensors do not belong together.
@@ -179,13 +180,13 @@ def _fresh(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     if shape == tuple(parameter.shape) and (shape or name != "step"):
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
     if not shape:
         # torch keeps the step counter on the host unless the kernel itself counts.
         on_device = name != "step" or group.get("fused") or group.get("capturable")
-        return torch.zeros(shape, dtype=dtype, device=device if on_device else "cpu")
-    local = torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device if on_device else "cpu")
+    local = torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
         return local
     mesh = parameter.device_mesh

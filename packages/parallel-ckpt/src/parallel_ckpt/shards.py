@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -76,13 +79,18 @@ def shard_of(tensor: torch.Tensor, name: str) -> Shard:
 
 def _holders(tensor: DTensor) -> tuple[int, ...]:
     """Ranks whose mesh coordinate differs from ours only along axes that replicate."""
-    mesh = tensor.device_mesh
+    replicates = tuple(placement.is_replicate() for placement in tensor.placements)
+    return _holders_on(tensor.device_mesh, replicates, dist.get_rank())
+
+
+@lru_cache(maxsize=64)
+def _holders_on(mesh: DeviceMesh, replicates: tuple[bool, ...], rank: int) -> tuple[int, ...]:
+    """Asking a mesh takes a good part of a millisecond, and all tensors of a model ask alike."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointError.of("model", "holds a tensor of a mesh that this rank is not part of.")
     index = tuple(
-        slice(None) if placement.is_replicate() else at
-        for placement, at in zip(tensor.placements, coordinate, strict=True)
+        slice(None) if free else at for free, at in zip(replicates, coordinate, strict=True)
     )
     return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
 

@@ -1,18 +1,24 @@
-"""The two formats that weights and optimizer state are read from, box by box."""
+"""The two formats that weights and optimizer state are read from, box by box.
+
+Bytes go from the file straight into the memory of the shard wherever they lie there in the same
+order, so that nothing is held twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from io import FileIO
+import math
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from parallel_ckpt.dcp_reader import DcpChunk, read_dcp
 from parallel_ckpt.dtypes import TORCH_DTYPES
 from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.safetensors_reader import HeaderEntry, read_header
 from parallel_ckpt.shards import Shard, narrow, overlap
 from parallel_ckpt.stored import Stored, volume
 from parallel_ckpt.stored_items import MalformedItem, find_payload
@@ -27,44 +33,41 @@ class SafetensorsSource:
     """One safetensors file, or all of a folder; each rank reads only the rows it holds."""
 
     def __init__(self, path: Path) -> None:
-        files = [path] if path.is_file() else weight_files(path)
         self._tensors: dict[str, Stored] = {}
-        self._files: dict[str, Any] = {}
-        for file in files:
-            self._open(file)
+        self._entries: dict[str, tuple[Path, HeaderEntry]] = {}
+        self._files = _OpenFiles()
+        for file in [path] if path.is_file() else weight_files(path):
+            self._note(file)
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
         """What is there, by name."""
         return self._tensors
 
+    def position(self, key: str) -> tuple[str, int]:
+        """See `Source`."""
+        path, entry = self._entries[key]
+        return path.name, entry.begin
+
     def fill(self, key: str, target: Shard) -> int:
         """See `Source`."""
-        part = self._files[key].get_slice(key)
-        if not target.shape:
-            target.local.copy_(self._files[key].get_tensor(key))
-            return 1
-        rows = tuple(
-            slice(start, start + size)
-            for start, size in zip(target.offsets, target.sizes, strict=True)
-        )
-        target.local.copy_(part[rows])
-        return target.local.numel()
-
-    def _open(self, path: Path) -> None:
+        path, entry = self._entries[key]
+        whole = _Box((0,) * len(entry.shape), entry.shape, self._tensors[key].dtype, entry.begin)
         try:
-            file: Any = safe_open(path, framework="pt")
-            for name in file.keys():  # noqa: SIM118 - no dict
-                part = file.get_slice(name)
-                dtype = TORCH_DTYPES.get(part.get_dtype())
-                if dtype is None or name in self._tensors:
-                    raise DamagedCheckpoint.of(
-                        path, f"holds {name} twice, or in dtype {part.get_dtype()}."
-                    )
-                self._tensors[name] = Stored(tuple(part.get_shape()), dtype)
-                self._files[name] = file
-        except (SafetensorError, OSError) as error:
-            raise DamagedCheckpoint.of(path, f"is no safetensors file: {error}.") from error
+            return _fill(target, whole, self._files.descriptor(path))
+        except (OSError, MalformedItem) as error:
+            raise DamagedCheckpoint.of(path, f"cannot be read at {key}: {error}.") from error
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._files.close()
+
+    def _note(self, path: Path) -> None:
+        for name, entry in read_header(path).tensors.items():
+            if name in self._tensors:
+                raise DamagedCheckpoint.of(path, f"holds {name}, which another file holds too.")
+            self._tensors[name] = Stored(entry.shape, TORCH_DTYPES[entry.dtype])
+            self._entries[name] = path, entry
 
 
 class DcpSource:
@@ -80,44 +83,134 @@ class DcpSource:
             key: Stored(tensor.shape, getattr(torch, tensor.dtype))
             for key, tensor in self._stored.tensors.items()
         }
+        self._files = _OpenFiles()
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
         """What is there, by key."""
         return self._tensors
 
+    def position(self, key: str) -> tuple[str, int]:
+        """See `Source`."""
+        chunks = self._stored.tensors[key].chunks
+        return (chunks[0].file, chunks[0].begin) if chunks else ("", 0)
+
     def fill(self, key: str, target: Shard) -> int:
         """See `Source`."""
-        count = 0
-        for chunk in self._stored.tensors[key].chunks:
-            box = overlap((target.offsets, target.sizes), (chunk.offsets, chunk.sizes))
-            if box is None:
-                continue
-            stored = self._read(key, chunk)
-            narrow(target.local, box, target.offsets).copy_(narrow(stored, box, chunk.offsets))
-            count += volume(box)
-        return count
+        here = target.offsets, target.sizes
+        return sum(
+            self._fill(key, chunk, target)
+            for chunk in self._stored.tensors[key].chunks
+            if overlap(here, (chunk.offsets, chunk.sizes)) is not None
+        )
 
-    def _read(self, key: str, chunk: DcpChunk) -> torch.Tensor:
-        path = self._stored.folder / chunk.file
+    def close(self) -> None:
+        """See `Source`."""
+        self._files.close()
+
+    def _fill(self, key: str, chunk: DcpChunk, target: Shard) -> int:
+        path, dtype = self._stored.folder / chunk.file, self._tensors[key].dtype
         try:
-            with path.open("rb", buffering=0) as file:
-                payload = find_payload(file.fileno(), chunk, self._stored.tensors[key].dtype)
-                data = bytearray(payload.num_bytes)
-                file.seek(payload.begin)
-                _read_into(file, memoryview(data))
+            file = self._files.descriptor(path)
+            payload = find_payload(file, chunk, self._stored.tensors[key].dtype)
+            box = _Box(chunk.offsets, chunk.sizes, dtype, payload.begin)
+            if payload.strides is None:
+                return _fill(target, box, file)
+            flat = torch.empty(payload.num_bytes // dtype.itemsize, dtype=dtype)
+            _read_into(flat, file, payload.begin)
         except (OSError, MalformedItem) as error:
             raise DamagedCheckpoint.of(path, f"cannot be read at {key}: {error}.") from error
-        flat = torch.frombuffer(data, dtype=self._tensors[key].dtype)
-        if payload.strides is None:
-            return flat.reshape(chunk.sizes)
-        return flat.as_strided(chunk.sizes, payload.strides, payload.first)
+        return _copy(target, box, flat.as_strided(chunk.sizes, payload.strides, payload.first))
 
 
-def _read_into(file: FileIO, data: memoryview) -> None:
-    filled = 0
-    while filled < len(data):
-        count = file.readinto(data[filled:])
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A part of a tensor whose elements lie in a file in order and without gaps."""
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    dtype: torch.dtype
+    begin: int
+    """Its first byte in the file."""
+
+
+def _fill(target: Shard, box: _Box, file: int) -> int:
+    """Read what a shard and a stored box have in common; how many elements that is."""
+    common = overlap((target.offsets, target.sizes), (box.offsets, box.sizes))
+    if common is None:
+        return 0
+    rows = _rows(box, common)
+    place = narrow(target.local, common, target.offsets)
+    if _is_same_memory(place, rows):
+        _read_into(place, file, rows.begin)
+        return volume(common)
+    read = torch.empty(tuple(rows.sizes), dtype=rows.dtype)
+    _read_into(read, file, rows.begin)
+    return _copy(target, rows, read)
+
+
+def _rows(box: _Box, common: list[tuple[int, int]]) -> _Box:
+    """The whole rows of a box that hold what is wanted of it."""
+    if not common:
+        return box
+    start, length = common[0]
+    row_bytes = math.prod(box.sizes[1:]) * box.dtype.itemsize
+    begin = box.begin + (start - box.offsets[0]) * row_bytes
+    return _Box((start, *box.offsets[1:]), (length, *box.sizes[1:]), box.dtype, begin)
+
+
+def _is_same_memory(place: torch.Tensor, rows: _Box) -> bool:
+    """Whether the bytes of the rows are, one after another, those of the place."""
+    return (
+        place.device.type == "cpu"
+        and place.dtype == rows.dtype
+        and tuple(place.shape) == tuple(rows.sizes)
+        and place.is_contiguous()
+    )
+
+
+def _copy(target: Shard, box: _Box, values: torch.Tensor) -> int:
+    """Copy what a shard and a box that was read have in common; how many elements that is."""
+    common = overlap((target.offsets, target.sizes), (box.offsets, box.sizes))
+    if common is None:
+        return 0
+    place = narrow(target.local, common, target.offsets)
+    place.copy_(narrow(values, common, box.offsets))
+    return volume(common)
+
+
+def _read_into(tensor: torch.Tensor, file: int, begin: int) -> None:
+    """Fill a contiguous tensor in host memory with the bytes of a file from `begin` on."""
+    if not tensor.numel():
+        return
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    while view:
+        count = os.preadv(file, [view], begin)
         if not count:
             raise MalformedItem("the file ends within the tensor")
-        filled += count
+        view = view[count:]
+        begin += count
+
+
+class _OpenFiles:
+    """Files that are read from, each opened once."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def descriptor(self, path: Path) -> int:
+        """Of a file opened for reading."""
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
+
+    def close(self) -> None:
+        """Close all; they are opened anew where they are asked for again."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()

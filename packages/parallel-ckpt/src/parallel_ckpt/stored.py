@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
 from parallel_ckpt.shards import Shard
 from parallel_config import Problem
 
+THREADS = 2
+"""Of reading per rank: one copies while the other waits for the disk."""
 MAX_LISTED = 10
 """Tensors listed by name in one error; the others are counted."""
 
@@ -35,8 +38,17 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, Stored]:
         """What is there, by key."""
 
+    def position(self, key: str) -> tuple[str, int]:
+        """File and byte at which a tensor begins: the order in which a disk reads best."""
+
     def fill(self, key: str, target: Shard) -> int:
-        """Copy the stored values of the target's box into its memory; how many there were."""
+        """Copy the stored values of the target's box into its memory; how many there were.
+
+        May be called from several threads at once.
+        """
+
+    def close(self) -> None:
+        """Let go of open files."""
 
 
 def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, str]) -> None:
@@ -45,12 +57,23 @@ def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, st
     Raises:
         DamagedCheckpoint: what is stored does not cover a box.
     """
-    with torch.no_grad():
-        for name, target in targets.items():
-            wanted = target.local.numel()
-            found = source.fill(keys.get(name, name), target) if wanted else 0
-            if found != wanted:
-                raise DamagedCheckpoint.of(name, f"has {found} of {wanted} values stored.")
+    wanted = [(keys.get(name, name), target) for name, target in targets.items()]
+    wanted = [(key, target) for key, target in wanted if target.local.numel()]
+    wanted.sort(key=lambda item: source.position(item[0]))
+
+    def fill(key: str, target: Shard) -> None:
+        with torch.no_grad():  # which holds for one thread alone
+            found = source.fill(key, target)
+        if found != target.local.numel():
+            raise DamagedCheckpoint.of(key, f"has {found} of {target.local.numel()} values stored.")
+
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reading")
+    try:
+        for _ in pool.map(lambda item: fill(*item), wanted):
+            continue
+    finally:
+        pool.shutdown(cancel_futures=True)
+        source.close()
 
 
 def match(

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from parallel_ckpt.dcp_reader import DcpChunk
@@ -21,6 +22,8 @@ from parallel_ckpt.unpickling import Global, Made, MalformedPickle, Persistent, 
 MAX_RECORDS = 64
 MAX_DIRECTORY_BYTES = 65_536
 MAX_DESCRIPTION_BYTES = 65_536
+WINDOW_BYTES = 4_096
+"""Read at once from either end of an item, where all but the elements lies."""
 
 
 class MalformedItem(ValueError):
@@ -52,16 +55,38 @@ def find_payload(descriptor: int, chunk: DcpChunk, dtype: str) -> Payload:
             f"ends at byte {os.fstat(descriptor).st_size}, before byte "
             f"{chunk.begin + chunk.length} that .metadata names"
         )
+    item = _Item(descriptor, chunk.begin, chunk.length)
     try:
-        records = _records(descriptor, chunk.begin, chunk.length)
-        _require_little_endian(descriptor, records)
-        description = _read(descriptor, records, "data.pkl", MAX_DESCRIPTION_BYTES)
-        tensor = _describe(read_pickle(description, _is_allowed))
+        records = _records(item)
+        _require_little_endian(item, records)
+        tensor = _described(_read(item, records, "data.pkl", MAX_DESCRIPTION_BYTES))
     except MalformedPickle as error:
         raise MalformedItem(str(error)) from error
     except (struct.error, IndexError, UnicodeDecodeError) as error:
         raise MalformedItem("holds no whole archive where .metadata names one") from error
     return _payload(tensor, records, chunk, dtype)
+
+
+class _Item:
+    """The bytes of an item by their offset in it, with few calls of the system."""
+
+    def __init__(self, descriptor: int, begin: int, length: int) -> None:
+        self.begin = begin
+        self.length = length
+        self._descriptor = descriptor
+        self._head = os.pread(descriptor, min(length, 2 * WINDOW_BYTES), begin)
+        self._tail = self._head
+        if length > len(self._head):
+            self._tail = os.pread(descriptor, WINDOW_BYTES, begin + length - WINDOW_BYTES)
+
+    def read(self, size: int, at: int) -> bytes:
+        """`size` bytes at offset `at`, fewer where the file ends."""
+        if at + size <= len(self._head):
+            return self._head[at : at + size]
+        first = self.length - len(self._tail)
+        if at >= first and at + size <= self.length:
+            return self._tail[at - first : at - first + size]
+        return os.pread(self._descriptor, size, self.begin + at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +105,26 @@ class _Description:
     strides: tuple[int, ...]
 
 
-def _records(descriptor: int, begin: int, length: int) -> dict[str, _Record]:
+def _records(item: _Item) -> dict[str, _Record]:
     """The archive's files by their name below its root folder."""
-    count, size, at = _end_record(descriptor, begin, length)
-    if count > MAX_RECORDS or size > MAX_DIRECTORY_BYTES or at + size > length:
+    count, size, at = _end_record(item)
+    if count > MAX_RECORDS or size > MAX_DIRECTORY_BYTES or at + size > item.length:
         raise MalformedItem(f"has an impossible archive directory of {count} records")
-    directory = os.pread(descriptor, size, begin + at)
+    directory = item.read(size, at)
     records: dict[str, _Record] = {}
     position = 0
     for _ in range(count):
-        name, record, position = _directory_entry(descriptor, directory, position, begin)
-        if record.begin + record.num_bytes > begin + at or name in records:
+        name, record, position = _directory_entry(item, directory, position)
+        if record.begin + record.num_bytes > item.begin + at or name in records:
             raise MalformedItem(f"has record {name[:80]!r} twice or outside of its item")
         records[name] = record
     return records
 
 
-def _end_record(descriptor: int, begin: int, length: int) -> tuple[int, int, int]:
+def _end_record(item: _Item) -> tuple[int, int, int]:
     """Number of records, size and offset of the archive's directory."""
-    tail_bytes = min(length, 22 + 20 + 56)
-    tail = os.pread(descriptor, tail_bytes, begin + length - tail_bytes)
+    tail_bytes = min(item.length, 22 + 20 + 56)
+    tail = item.read(tail_bytes, item.length - tail_bytes)
     if tail[-22:-18] != b"PK\x05\x06":
         raise MalformedItem("does not end as an archive does where .metadata says that it ends")
     count, size, at = struct.unpack_from("<HII", tail, len(tail) - 22 + 10)
@@ -108,9 +133,7 @@ def _end_record(descriptor: int, begin: int, length: int) -> tuple[int, int, int
     return count, size, at
 
 
-def _directory_entry(
-    descriptor: int, directory: bytes, position: int, begin: int
-) -> tuple[str, _Record, int]:
+def _directory_entry(item: _Item, directory: bytes, position: int) -> tuple[str, _Record, int]:
     if directory[position : position + 4] != b"PK\x01\x02":
         raise MalformedItem("has a damaged archive directory")
     flags, method = struct.unpack_from("<HH", directory, position + 8)
@@ -123,11 +146,11 @@ def _directory_entry(
     size, packed, at = _wide(extra, size, packed, at)
     if method != 0 or packed != size or flags & 1:
         raise MalformedItem(f"has record {name[:80]!r} compressed or encrypted")
-    local = os.pread(descriptor, 30, begin + at)
+    local = item.read(30, at) if at + 30 <= item.length else b""
     if local[:4] != b"PK\x03\x04":
         raise MalformedItem(f"has a damaged record {name[:80]!r}")
     local_name_bytes, local_extra_bytes = struct.unpack_from("<HH", local, 26)
-    first = begin + at + 30 + local_name_bytes + local_extra_bytes
+    first = item.begin + at + 30 + local_name_bytes + local_extra_bytes
     return (
         name.split("/", 1)[-1],
         _Record(first, size, crc32),
@@ -153,15 +176,15 @@ def _wide(extra: bytes, size: int, packed: int, at: int) -> tuple[int, int, int]
     return size, packed, at
 
 
-def _read(descriptor: int, records: Mapping[str, _Record], name: str, limit: int) -> bytes:
+def _read(item: _Item, records: Mapping[str, _Record], name: str, limit: int) -> bytes:
     record = records.get(name)
     if record is None or record.num_bytes > limit:
         raise MalformedItem(f"has no {name} of at most {limit} bytes")
-    return os.pread(descriptor, record.num_bytes, record.begin)
+    return item.read(record.num_bytes, record.begin - item.begin)
 
 
-def _require_little_endian(descriptor: int, records: Mapping[str, _Record]) -> None:
-    if "byteorder" in records and _read(descriptor, records, "byteorder", 16) != b"little":
+def _require_little_endian(item: _Item, records: Mapping[str, _Record]) -> None:
+    if "byteorder" in records and _read(item, records, "byteorder", 16) != b"little":
         raise MalformedItem("was written on a big-endian machine")
 
 
@@ -189,6 +212,12 @@ def _is_allowed(module: str, name: str) -> bool:
         or (module, name) == ("torch.storage", "UntypedStorage")
         or (module, name) == ("collections", "OrderedDict")
     )
+
+
+@lru_cache(maxsize=256)
+def _described(document: bytes) -> _Description:
+    """What a description says; tensors of one shape and dtype have the same bytes."""
+    return _describe(read_pickle(document, _is_allowed))
 
 
 def _describe(value: Any) -> _Description:
