@@ -172,6 +172,6 @@ def test_launch_flags_do_not_reach_the_workers():
 
 def test_doctor_says_what_is_there(capsys):
     assert run(["doctor"]) == 0
-    assert "gloo: DDP, FSDP2 and HSDP also on CPU" in capsys.readouterr().out
+    assert "Training can run here." in capsys.readouterr().out
     assert run(["doctor", "--json"]) == 0
     assert {"torch", "accelerate"} <= {f["name"] for f in json.loads(capsys.readouterr().out)}

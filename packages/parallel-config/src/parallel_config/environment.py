@@ -124,16 +124,23 @@ class LaunchFacts:
         return facts
 
 
+def launch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What a launcher told this process about its place in a launch."""
+    environ = os.environ if environ is None else environ
+    return {
+        name: environ[name]
+        for name in sorted(environ)
+        if name in _LAUNCH or name.startswith("TORCHELASTIC_")
+    }
+
+
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what a launcher told this process about its place in a launch.
+    """The environment less what `launch_variables` finds.
 
     Left over from another launch it would send new ranks to a stranger's port.
     """
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _LAUNCH and not name.startswith("TORCHELASTIC_")
-    }
+    launch = launch_variables(environ)
+    return {name: value for name, value in environ.items() if name not in launch}
 
 
 def environment_wins(environ: Mapping[str, str] | None = None) -> bool:

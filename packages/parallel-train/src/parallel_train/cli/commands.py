@@ -182,7 +182,9 @@ class PublishCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Say what this machine can run, and what is missing."""
+    """Say what this machine can run, and what is missing. Exit code 1: training cannot run."""
 
+    output_dir: str = "."
+    """Where runs will be written: its disk is tried."""
     json: bool = False
     """Print JSON for programs."""
