@@ -1,6 +1,7 @@
 """Where a run starts: what `--resume never | auto | must` does with what lies in the folder."""
 
 import os
+import shlex
 import shutil
 import threading
 
@@ -15,10 +16,10 @@ from parallel_train.signals import StopRequest
 from parallel_train.start import decide_start
 from parallel_train.train import Job, train
 
-SMALL = (
+SMALL = shlex.split(
     "--policy.dim_model 32 --policy.dim_feedforward 64 --policy.n_vae_layers 1 "
     "--dataset.episodes 0 --batch_size 4 --log_freq 1000 --steps 6 --checkpoint.save_freq 2"
-).split()
+)
 
 
 def job(*flags, resume="auto"):
