@@ -28,7 +28,7 @@ from parallel_train.data.metadata import read_metadata
 from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
 from parallel_train.data.split import split_episodes
 from parallel_train.policies.answers import read_answer
-from parallel_train.policies.factory import build_policy, policy_json
+from parallel_train.policies.factory import build_policy, load_pretrained, policy_json
 from parallel_train.processors import Preprocessor
 
 LossFn = Callable[[nn.Module, Batch], tuple[Loss, dict[str, Tensor]]]
@@ -77,6 +77,8 @@ def build_task(
     preprocessor = Preprocessor.from_stats(dataset.stats, config.policy.normalization())
     torch.manual_seed(config.seed)
     model = build_policy(config.policy, dataset.spec)
+    if samples_seen == 0:  # a resumed model is filled from its checkpoint
+        load_pretrained(model)
     optimizer = build_optimizer(config.optimizer, model)
     sampler = GlobalBatchSampler(
         num_samples=len(dataset),

@@ -34,6 +34,19 @@ def build_policy(config: PolicyConfig, spec: DataSpec) -> nn.Module:
     return model
 
 
+def load_pretrained(model: nn.Module) -> None:
+    """Fetch what the model's config names as pretrained, for a run that starts afresh.
+
+    A model without a method `load_pretrained` starts as it was built.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
+    fetch = getattr(model, "load_pretrained", None)
+    if fetch is not None:
+        fetch()
+
+
 def policy_class(config: PolicyConfig) -> type[nn.Module]:
     """The model class of `config`: by its `model_class`, else the class that the user named.
 

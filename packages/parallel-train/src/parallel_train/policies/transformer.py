@@ -12,14 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+class XavierLinear(nn.Linear):
+    """Begins with Xavier-uniform weights and without a bias."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weights."""
+        nn.init.xavier_uniform_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class Attention(nn.Module):
     """Multi-head attention of queries over keys."""
 
     def __init__(self, dim: int, n_heads: int, dropout: float) -> None:
         super().__init__()
         self.n_heads, self.dropout = n_heads, dropout
-        self.to_q, self.to_k = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.to_v, self.to_out = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.to_q, self.to_k = XavierLinear(dim, dim), XavierLinear(dim, dim)
+        self.to_v, self.to_out = XavierLinear(dim, dim), XavierLinear(dim, dim)
 
     def forward(
         self, q_BQD: Tensor, k_BKD: Tensor, v_BKD: Tensor, ignored_BK: Tensor | None = None
@@ -46,7 +55,7 @@ class FeedForward(nn.Sequential):
 
     def __init__(self, dim: int, hidden: int, dropout: float) -> None:
         super().__init__(
-            nn.Linear(dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, dim)
+            XavierLinear(dim, hidden), nn.ReLU(), nn.Dropout(dropout), XavierLinear(hidden, dim)
         )
 
 
@@ -56,12 +65,3 @@ def sinusoids(length: int, dim: int) -> Tensor:
     frequency_F = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
     angle_TF = position_T1 * frequency_F
     return torch.stack([angle_TF.sin(), angle_TF.cos()], dim=-1).flatten(1)
-
-
-def init_xavier(module: nn.Module) -> None:
-    """Xavier-uniform weights and zero biases for every linear layer below `module`."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.xavier_uniform_(part.weight)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)

@@ -5,8 +5,9 @@ Shape suffixes: B batch, C channels, H height, W width (both of the feature map)
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from parallel_train.policies.transformer import sinusoids
 class ImageTokens(nn.Module):
     """Tokens of a camera's picture: the last feature map of a ResNet, place by place.
 
-    All cameras share the network.
+    All cameras share the network. It begins at random; `load_pretrained` replaces that by the
+    weights named `weights`.
 
     Without pretrained weights the norms are group norms: batch statistics of a small micro-batch
     on every rank for itself would make a step depend on how its batch is split. With them they
@@ -29,14 +31,43 @@ class ImageTokens(nn.Module):
         ConfigError: torchvision is not installed, or there are no such weights.
     """
 
+    wrap_modules: ClassVar[tuple[str, ...]] = ("BasicBlock",)
+    """Wrap units in it, for the `_fsdp_wrap_modules` of the policy."""
+
     def __init__(self, backbone: str, weights: str | None, dim: int, num_cameras: int) -> None:
         super().__init__()
+        self._pretrained = backbone, weights
         resnet = _resnet(backbone, weights)
-        self.features = nn.Sequential(
-            *(part for name, part in resnet.named_children() if name not in ("avgpool", "fc"))
-        )
+        self.features = nn.Sequential(OrderedDict(_without_head(resnet)))
         self.to_token = nn.Conv2d(resnet.fc.in_features, dim, kernel_size=1)
-        self.camera = nn.Parameter(torch.randn(num_cameras, dim) * 0.02)
+        self.camera = nn.Parameter(torch.empty(num_cameras, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw small codes of the cameras."""
+        nn.init.normal_(self.camera, std=0.02)
+
+    def load_pretrained(self) -> None:
+        """Fetch the weights that were named, if any, through torch's cache of downloads.
+
+        Raises:
+            ConfigError: they cannot be fetched.
+        """
+        backbone, name = self._pretrained
+        if name is None:
+            return
+        try:
+            found = _weights(backbone, name).get_state_dict(progress=False, check_hash=True)
+        except OSError as error:
+            raise ConfigError(
+                Problem(
+                    "policy.vision_weights",
+                    f"= {name!r} of {backbone} cannot be fetched: {error}.",
+                    "Use --policy.vision_weights None, or put the file into torch's cache.",
+                )
+            ) from error
+        kept = {n: v for n, v in found.items() if not n.startswith("fc.")}
+        self.features.load_state_dict(kept)
 
     def forward(self, image_B3HW: Tensor, camera: int) -> tuple[Tensor, Tensor]:
         """Tokens [B, H * W, D] of the feature map, and their positions [H * W, D].
@@ -76,6 +107,41 @@ def place_codes(height: int, width: int, dim: int) -> Tensor:
 
 
 def _resnet(backbone: str, weights: str | None) -> Any:
+    """The network with random weights, and with the norms that `weights` ask for."""
+    torchvision = _import_torchvision()
+    if weights is None:
+        return torchvision.models.get_model(backbone, weights=None, norm_layer=_group_norm)
+    _weights(backbone, weights)
+
+    class FrozenNorm(torchvision.ops.FrozenBatchNorm2d):  # type: ignore[misc, name-defined]
+        """Computes in fp32: its buffers are, also where the weights around it are narrow."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = super().forward(x.float())
+            return result.to(x.dtype)
+
+    return torchvision.models.get_model(backbone, weights=None, norm_layer=FrozenNorm)
+
+
+def _without_head(resnet: Any) -> list[tuple[str, nn.Module]]:
+    return [(n, part) for n, part in resnet.named_children() if n not in ("avgpool", "fc")]
+
+
+def _weights(backbone: str, name: str) -> Any:
+    """Torchvision's entry of the pretrained weights; nothing is fetched."""
+    try:
+        return _import_torchvision().models.get_model_weights(backbone)[name]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            Problem(
+                "policy.vision_weights",
+                f"= {name!r}: {backbone} has no such weights.",
+                "Use --policy.vision_weights None, or IMAGENET1K_V1.",
+            )
+        ) from error
+
+
+def _import_torchvision() -> Any:
     try:
         import torchvision
     except ImportError as error:
@@ -86,18 +152,7 @@ def _resnet(backbone: str, weights: str | None) -> Any:
                 'Install the extra: pip install "parallel-train[vision]".',
             )
         ) from error
-    frozen = torchvision.ops.FrozenBatchNorm2d
-    norm = _group_norm if weights is None else frozen
-    try:
-        return torchvision.models.get_model(backbone, weights=weights, norm_layer=norm)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                "policy.vision_weights",
-                f"= {weights!r} of {backbone}: {error}.",
-                "Use --policy.vision_weights None, or IMAGENET1K_V1.",
-            )
-        ) from error
+    return torchvision
 
 
 def _group_norm(channels: int) -> nn.GroupNorm:

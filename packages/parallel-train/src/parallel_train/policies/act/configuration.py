@@ -54,8 +54,8 @@ class ACTConfig(PolicyConfig):
     vision_backbone: Literal["resnet18", "resnet34"] = "resnet18"
     """Network that reads the pictures, shared by all cameras."""
     vision_weights: str | None = None
-    """Pretrained weights by torchvision's name, such as IMAGENET1K_V1; None starts from random
-    ones."""
+    """Pretrained weights by torchvision's name, such as IMAGENET1K_V1, fetched when a run starts
+    afresh; None starts from random ones."""
     state_normalization: Mode = "mean_std"
     """How observation vectors are normalized."""
     image_normalization: Mode = "mean_std"

@@ -20,8 +20,8 @@ from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.chunks import ChunkQueue
 from parallel_train.policies.pretrained import PretrainedPolicy
-from parallel_train.policies.transformer import Attention, FeedForward, init_xavier, sinusoids
-from parallel_train.policies.vision import ImageTokens
+from parallel_train.policies.transformer import Attention, FeedForward, XavierLinear, sinusoids
+from parallel_train.policies.vision import ImageTokens, require_cameras
 
 Batch = Mapping[str, Tensor]
 
@@ -74,7 +74,7 @@ class ObservationTokens(nn.Module):
         super().__init__()
         self.names = tuple(spec.observation_vectors())
         widths = spec.observation_vectors().values()
-        self.vectors = nn.ModuleList(nn.Linear(width, config.dim_model) for width in widths)
+        self.vectors = nn.ModuleList(XavierLinear(width, config.dim_model) for width in widths)
         several = config.use_task and len(spec.tasks) > 1
         self.task = nn.Embedding(len(spec.tasks), config.dim_model) if several else None
 
@@ -91,6 +91,15 @@ class ObservationTokens(nn.Module):
         return torch.stack(tokens, dim=1)
 
 
+class ToLatent(XavierLinear):
+    """Begins near the prior, or the KL term would drown the actions."""
+
+    def reset_parameters(self) -> None:
+        """Draw small weights."""
+        nn.init.normal_(self.weight, std=0.01)
+        nn.init.zeros_(self.bias)
+
+
 class VariationalEncoder(nn.Module):
     """q(z | a, s): mean and log-variance of the style variable of a demonstrated chunk."""
 
@@ -99,13 +108,23 @@ class VariationalEncoder(nn.Module):
     def __init__(self, config: ACTConfig, spec: DataSpec) -> None:
         super().__init__()
         dim = config.dim_model
-        self.summary = nn.Parameter(torch.zeros(1, 1, dim))
+        self.summary = nn.Parameter(torch.empty(1, 1, dim))
         self.observation = ObservationTokens(config, spec)
-        self.action = nn.Linear(spec.dim(ACTION), dim)
+        self.action = XavierLinear(spec.dim(ACTION), dim)
         self.layers = nn.ModuleList(ACTEncoderLayer(config) for _ in range(config.n_vae_layers))
-        self.to_latent = nn.Linear(dim, 2 * config.latent_dim)
-        length = 1 + self.observation.num_tokens + config.chunk_size
-        self.register_buffer("positions", sinusoids(length, dim), persistent=False)
+        self.to_latent = ToLatent(dim, 2 * config.latent_dim)
+        self._length = 1 + self.observation.num_tokens + config.chunk_size
+        self.register_buffer("positions", torch.empty(0), persistent=False)
+        self.reset_parameters()
+        self.reset_buffers()
+
+    def reset_parameters(self) -> None:
+        """The token that gathers the summary begins at zero."""
+        nn.init.zeros_(self.summary)
+
+    def reset_buffers(self) -> None:
+        """Compute the positions anew: they are in no checkpoint."""
+        self.positions = sinusoids(self._length, self.summary.shape[-1])
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns mean and log-variance, each [B, L]."""
@@ -132,7 +151,7 @@ class ACTPolicy(PretrainedPolicy):
         ConfigError: the dataset has no action vector or no observation.
     """
 
-    _fsdp_wrap_modules: ClassVar[list[str]] = ["ACTEncoderLayer", "ACTDecoderLayer"]
+    _fsdp_wrap_modules: tuple[str, ...] = ("ACTEncoderLayer", "ACTDecoderLayer")
     _fsdp_forward_methods: ClassVar[list[str]] = ["predict_action_chunk"]
 
     def __init__(self, config: ACTConfig, spec: DataSpec) -> None:
@@ -141,17 +160,33 @@ class ACTPolicy(PretrainedPolicy):
         dim = config.dim_model
         _check_observation(spec)
         self.observation = ObservationTokens(config, spec)
-        self.image = _image_tokens(config) if config.cameras else None
+        self.image = _image_tokens(config, spec) if config.cameras else None
+        if self.image is not None:
+            self._fsdp_wrap_modules += self.image.wrap_modules
         self.vae = VariationalEncoder(config, spec) if config.use_vae else None
-        self.latent = nn.Linear(config.latent_dim, dim)
+        self.latent = XavierLinear(config.latent_dim, dim)
         layers = config.n_encoder_layers, config.n_decoder_layers
         self.encoder = nn.ModuleList(ACTEncoderLayer(config) for _ in range(layers[0]))
         self.decoder = nn.ModuleList(ACTDecoderLayer(config) for _ in range(layers[1]))
-        self.token_positions = nn.Parameter(torch.zeros(1 + self.observation.num_tokens, dim))
-        self.queries = nn.Parameter(torch.zeros(config.chunk_size, dim))
-        self.to_action = nn.Linear(dim, spec.dim(ACTION))
+        self.token_positions = nn.Parameter(torch.empty(1 + self.observation.num_tokens, dim))
+        self.queries = nn.Parameter(torch.empty(config.chunk_size, dim))
+        self.to_action = XavierLinear(dim, spec.dim(ACTION))
         self._chunks = ChunkQueue(config.executed, config.temporal_ensemble)
-        self._initialize()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the positions and queries."""
+        nn.init.normal_(self.token_positions)
+        nn.init.normal_(self.queries)
+
+    def load_pretrained(self) -> None:
+        """Fetch `config.vision_weights`, if any; `ptrain train` does it for a new run.
+
+        Raises:
+            ConfigError: they cannot be fetched.
+        """
+        if self.image is not None:
+            self.image.load_pretrained()
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Training loss, a 0-dim mean over the unpadded action entries, and its parts.
@@ -222,15 +257,9 @@ class ACTPolicy(PretrainedPolicy):
             positions.append(position_SD)
         return torch.cat(tokens, dim=1), torch.cat(positions)
 
-    def _initialize(self) -> None:
-        init_xavier(self)
-        for position in (self.token_positions, self.queries):
-            nn.init.normal_(position)
-        if self.vae is not None:  # begin near the prior, or the KL term drowns the actions
-            nn.init.normal_(self.vae.to_latent.weight, std=0.01)
 
-
-def _image_tokens(config: ACTConfig) -> ImageTokens:
+def _image_tokens(config: ACTConfig, spec: DataSpec) -> ImageTokens:
+    require_cameras(spec, config.cameras)
     return ImageTokens(
         config.vision_backbone, config.vision_weights, config.dim_model, len(config.cameras)
     )

@@ -11,6 +11,8 @@ from parallel_config import Problem
 from parallel_config.errors import report
 from parallel_train.policies.base import PolicyConfig
 
+Mode = Literal["mean_std", "min_max", "identity"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(PolicyConfig):
@@ -34,11 +36,27 @@ class RewardConfig(PolicyConfig):
     """Weight of solved frames in the loss; above 1 where they are rare and must not be missed."""
     use_task: bool = True
     """Tell the model which task it is, where the dataset has more than one."""
-    state_normalization: Literal["mean_std", "min_max", "identity"] = "mean_std"
+    cameras: tuple[str, ...] = ()
+    """Cameras that the model sees, by feature name (observation.images.top); empty: the vectors
+    alone. Needs the extra "vision"."""
+    vision_backbone: Literal["resnet18", "resnet34"] = "resnet18"
+    """Network that reads the pictures, shared by all cameras."""
+    vision_weights: str | None = None
+    """Pretrained weights by torchvision's name, such as IMAGENET1K_V1, fetched when a run starts
+    afresh; None starts from random ones."""
+    state_normalization: Mode = "mean_std"
     """How observation vectors are normalized."""
+    image_normalization: Mode = "mean_std"
+    """How pictures are normalized, after they are scaled to [0, 1]."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cameras", tuple(self.cameras))
         report(self._problems())
+
+    @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Videos of the dataset that are decoded for this model."""
+        return self.cameras
 
     def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
         """Without a label: whether an action at the horizon is still inside of the episode."""
@@ -49,12 +67,15 @@ class RewardConfig(PolicyConfig):
     def normalization(self) -> dict[str, str]:
         """Observations only: labels stay as they are."""
         modes = {"observation.": str(self.state_normalization)}
+        modes |= dict.fromkeys(self.cameras, str(self.image_normalization))
         return modes if self.label is None else {**modes, self.label: "identity"}
 
     def _problems(self) -> Iterator[Problem]:
         for name in ("dim_model", "n_layers"):
             if getattr(self, name) < 1:
                 yield _problem(name, f"= {getattr(self, name)}, but it is at least 1.", "1 or more")
+        if self.cameras and self.dim_model % 2:
+            yield _problem("dim_model", f"= {self.dim_model}, but it is even.", "an even number")
         if not 0 <= self.dropout < 1:
             yield _problem("dropout", f"= {self.dropout} lies outside [0, 1).", "0.1")
         for name in ("horizon_s", "positive_weight"):

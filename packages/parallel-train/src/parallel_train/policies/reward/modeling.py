@@ -1,11 +1,12 @@
 """RewardModel: a residual network that tells solved frames from others.
 
-Shape suffixes: B batch, D model width, W width of all observation vectors together.
+Shape suffixes: B batch, D model width, W width of all observation vectors together, S tokens of
+all pictures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,8 @@ from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import DataSpec
 from parallel_train.policies.pretrained import PretrainedPolicy
 from parallel_train.policies.reward.configuration import RewardConfig
+from parallel_train.policies.transformer import Attention
+from parallel_train.policies.vision import ImageTokens, require_cameras
 
 Batch = Mapping[str, Tensor]
 
@@ -35,17 +38,43 @@ class RewardBlock(nn.Module):
         return x_BD + change_BD
 
 
+class Glance(nn.Module):
+    """What matters in the pictures: a learned question that attends to their tokens."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__()
+        self.image = ImageTokens(
+            config.vision_backbone, config.vision_weights, config.dim_model, len(config.cameras)
+        )
+        self.attention = Attention(config.dim_model, 1, 0.0)
+        self.question = nn.Parameter(torch.empty(1, 1, config.dim_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the question."""
+        nn.init.normal_(self.question)
+
+    def forward(self, images: Sequence[Tensor]) -> Tensor:
+        """From one [B, 3, height, width] per camera to [B, D]."""
+        seen = [self.image(image, camera) for camera, image in enumerate(images)]
+        tokens_BSD = torch.cat([tokens + position for tokens, position in seen], dim=1)
+        question_B1D = self.question.expand(len(tokens_BSD), -1, -1)
+        answer_BD: Tensor = self.attention(question_B1D, tokens_BSD, tokens_BSD)[:, 0]
+        return answer_BD
+
+
 class RewardModel(PretrainedPolicy):
     """Probability that the task is solved in a frame.
 
-    Batches are normalized: observation vectors [B, width], `task_index` [B]; in training also the
-    label [B] or, without one, `action_is_pad` [B, 1].
+    Batches are normalized: observation vectors [B, width], pictures of `config.cameras`
+    [B, 3, height, width], `task_index` [B]; in training also the label [B] or, without one,
+    `action_is_pad` [B, 1]. With cameras the dataset may be without vectors.
 
     Raises:
-        ConfigError: the dataset has no observation vector, or no such label.
+        ConfigError: the dataset has no observation vector, no such camera or no such label.
     """
 
-    _fsdp_wrap_modules: ClassVar[list[str]] = ["RewardBlock"]
+    _fsdp_wrap_modules: tuple[str, ...] = ("RewardBlock",)
     _fsdp_forward_methods: ClassVar[list[str]] = ["predict_success"]
 
     def __init__(self, config: RewardConfig, spec: DataSpec) -> None:
@@ -54,7 +83,11 @@ class RewardModel(PretrainedPolicy):
         self.names = _inputs(config, spec)
         several = config.use_task and len(spec.tasks) > 1
         width = sum(spec.dim(name) for name in self.names)
-        self.observation = nn.Linear(width, config.dim_model)
+        self.observation = nn.Linear(width, config.dim_model) if self.names else None
+        require_cameras(spec, config.cameras)
+        self.glance = Glance(config) if config.cameras else None
+        if self.glance is not None:
+            self._fsdp_wrap_modules += self.glance.image.wrap_modules
         self.task = nn.Embedding(len(spec.tasks), config.dim_model) if several else None
         self.blocks = nn.ModuleList(
             RewardBlock(config.dim_model, config.dropout) for _ in range(config.n_layers)
@@ -78,11 +111,25 @@ class RewardModel(PretrainedPolicy):
         """Probability [B] that the task is solved; read it in eval mode."""
         return self._logits(batch).sigmoid()
 
+    def load_pretrained(self) -> None:
+        """Fetch `config.vision_weights`, if any; `ptrain train` does it for a new run.
+
+        Raises:
+            ConfigError: they cannot be fetched.
+        """
+        if self.glance is not None:
+            self.glance.image.load_pretrained()
+
     def _logits(self, batch: Batch) -> Tensor:
-        x_BW = torch.cat([batch[name] for name in self.names], dim=-1)
-        x_BD = self.observation(x_BW)
+        parts: list[Tensor] = []
+        if self.observation is not None:
+            x_BW = torch.cat([batch[name] for name in self.names], dim=-1)
+            parts.append(self.observation(x_BW))
+        if self.glance is not None:
+            parts.append(self.glance([batch[name] for name in self.config.cameras]))
         if self.task is not None:
-            x_BD = x_BD + self.task(batch["task_index"])
+            parts.append(self.task(batch["task_index"]))
+        x_BD = torch.stack(parts).sum(dim=0)
         for block in self.blocks:
             x_BD = block(x_BD)
         logit_B: Tensor = self.to_logit(self.norm(x_BD)).squeeze(-1)
@@ -104,7 +151,7 @@ def _inputs(config: RewardConfig, spec: DataSpec) -> tuple[str, ...]:
             )
         )
     names = tuple(name for name in spec.observation_vectors() if name != config.label)
-    if not names:
+    if not (names or config.cameras):
         raise ConfigError(
             Problem(
                 "dataset.root",
