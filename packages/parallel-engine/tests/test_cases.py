@@ -1,7 +1,5 @@
 """Models and environments that are less tidy than the examples."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -10,7 +8,6 @@ from parallel_config import (
     AcceleratorConfig,
     ActivationCheckpointingConfig,
     CompileConfig,
-    ConfigError,
     DDPConfig,
     FSDPConfig,
     ParallelismConfig,
@@ -117,56 +114,6 @@ def nan_on_rank_1(policy):
 @pytest.mark.parametrize("policy", ["error", "skip"])
 def test_a_nan_on_one_rank_stops_the_update_on_all(policy):
     assert run_ranks(nan_on_rank_1, 2, policy, init=False) == [True, True]
-
-
-VARIABLES = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_USE_FSDP": "true",
-    "ACCELERATE_TORCH_DEVICE": "cpu",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-    "ACCELERATE_MIXED_PRECISION": "bf16",
-    "ACCELERATE_DYNAMO_BACKEND": "EAGER",
-    "FSDP_VERSION": "1",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_ACTIVATION_CHECKPOINTING": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_RESHARD_AFTER_FORWARD": "false",
-    "FSDP_OFFLOAD_PARAMS": "true",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "1",
-}
-PLAIN_LAUNCH = {
-    "ACCELERATE_MIXED_PRECISION": "no",
-    "ACCELERATE_DYNAMO_BACKEND": "no",
-    "ACCELERATE_DYNAMO_MODE": "default",
-    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
-    "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
-    "ACCELERATE_USE_CPU": "True",
-}
-
-
-def losses_under_each_variable():
-    """By variable: the refusal's text, or the losses; and whether the environment changed."""
-    found, changed = {}, []
-    for name, value in VARIABLES.items():
-        os.environ[name] = value
-        before = dict(os.environ)
-        try:
-            found[name] = losses({"dp_shard": -1})
-        except ConfigError as error:
-            found[name] = str(error)
-        if dict(os.environ) != before:
-            changed.append(name)
-        del os.environ[name]
-    return found, changed
-
-
-def test_a_variable_is_refused_by_name_or_without_effect():
-    plain = run_ranks(losses, 2, {"dp_shard": -1}, env=PLAIN_LAUNCH, init=False)[0]
-    for found, changed in run_ranks(losses_under_each_variable, 2, init=False):
-        assert changed == []
-        for name, outcome in found.items():
-            assert outcome == plain or name in outcome, (name, outcome)
 
 
 class Unused(Model):

@@ -20,6 +20,7 @@ from parallel_config.names import clean_fqn as clean_fqn
 from parallel_config.optim import EMAConfig as EMAConfig
 from parallel_config.optim import OptimizerConfig as OptimizerConfig
 from parallel_config.optim import SchedulerConfig as SchedulerConfig
+from parallel_config.overrides import with_environment as with_environment
 from parallel_config.parallelism import ContextParallelConfig as ContextParallelConfig
 from parallel_config.parallelism import ParallelismConfig as ParallelismConfig
 from parallel_config.topology import Kind as Kind

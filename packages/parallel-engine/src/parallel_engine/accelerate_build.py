@@ -113,7 +113,7 @@ def fsdp_plugin(
         # accelerate compares with ">", ours is "at least".
         min_num_params=(policy.min_num_params or 1) - 1,
         cpu_offload=_offload_policy() if config.fsdp.cpu_offload else False,
-        ignored_modules=list(ignored) or None,
+        ignored_modules=list(ignored),  # None would be filled from FSDP_IGNORED_MODULES
         state_dict_type="SHARDED_STATE_DICT",
         limit_all_gathers=True,
         activation_checkpointing=False,
@@ -133,7 +133,9 @@ def _parallelism(topology: Topology) -> AccelerateParallelism:
         dp_shard_size=topology.dp_shard,
         tp_size=1,
         cp_size=1,
+        cp_backend="torch",
         sp_size=1,
+        sp_backend="deepspeed",
     )
 
 
@@ -221,6 +223,8 @@ def _effective(
         DynamoBackend.NO,
         "ACCELERATE_DYNAMO_BACKEND",
     )
+    fp8 = str(accelerator.fp8_backend.value)
+    yield "fp8 backend", fp8, "NO", "ACCELERATE_FP8_BACKEND"
     yield "device", accelerator.device.type, device.type, "ACCELERATE_USE_CPU"
     yield "world size", accelerator.num_processes, topology.world_size, "WORLD_SIZE"
     expected = {

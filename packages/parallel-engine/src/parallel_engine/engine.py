@@ -21,7 +21,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from parallel_config import AcceleratorConfig, ConfigError, ParallelismConfig, Problem, Topology
+from parallel_config import (
+    AcceleratorConfig,
+    ConfigError,
+    ParallelismConfig,
+    Problem,
+    Topology,
+    with_environment,
+)
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
@@ -79,10 +86,13 @@ class Engine:
     ) -> None:
         check_environment()
         self.facts = LaunchFacts.read()
-        self.config = accelerator or AcceleratorConfig()
+        self.config, self.overridden = with_environment(accelerator or AcceleratorConfig())
+        """What accelerate's variables changed in the config, where they are allowed to."""
         self.topology: Topology = (parallelism or ParallelismConfig()).resolve(
             self.facts.world_size
         )
+        for line in self.overridden if self.is_main else ():
+            log.warning("the environment wins: %s", line)
         self.device = _ranks.choose_device(device, self.facts)
         self.on_nonfinite = on_nonfinite
         self.num_skipped = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from parallel_ckpt import (
 from parallel_ckpt import layout as ckpt_layout
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.lock import RunLock
-from parallel_config import ConfigError, Problem, Topology
+from parallel_config import ConfigError, Problem, Topology, with_environment
+from parallel_config.environment import accelerate_variables, environment_wins
 from parallel_engine import from_main
 from parallel_train.config import TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
@@ -46,6 +48,21 @@ class Start:
     """Paths of fields that differ from the checkpoint's config."""
     notes: tuple[str, ...] = ()
     """Lines to show."""
+
+
+def under_environment(job: Job) -> Job:
+    """The job with what accelerate's variables change, where they are allowed to; says so."""
+    accelerator, lines = with_environment(job.config.accelerator)
+    if not environment_wins():
+        return job
+    counts = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in accelerate_variables()
+    return dataclasses.replace(
+        job,
+        config=dataclasses.replace(job.config, accelerator=accelerator),
+        accumulation_given=job.accumulation_given or counts,
+        notes=(*job.notes, *(f"the environment wins: {line}" for line in lines)),
+        overridden=lines,
+    )
 
 
 def decide_start(job: Job, *, world_size: int) -> Start:

@@ -27,7 +27,7 @@ from parallel_train.resume import kept_hyperparameters
 from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
-from parallel_train.start import Start, decide_start
+from parallel_train.start import Start, decide_start, under_environment
 from parallel_train.task import HeldOut, build_task, seed_rank
 from parallel_train.tracking import check_tracking, tracking_sinks
 from parallel_train.utilization import samples_per_s_at_peak
@@ -50,6 +50,8 @@ class Job:
     """Accept another global batch on resume."""
     notes: tuple[str, ...] = ()
     """Lines to show at the start."""
+    overridden: tuple[str, ...] = ()
+    """What accelerate's variables changed in the config, where they are allowed to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         ConfigError: wrong input or a damaged checkpoint, the same on every rank.
     """
     check_environment()
+    job = under_environment(job)
     facts = connect()
     start = decide_start(job, world_size=facts.world_size)
     config = start.config
@@ -171,6 +174,7 @@ def _provenance(job: Job) -> dict[str, object]:
     if environment_wins():
         facts["reproducible"] = False
         facts["environment"] = accelerate_variables()
+        facts["environment_changes"] = list(job.overridden)
     return facts
 
 
