@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallel_config import ConfigError
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.policies.act.configuration import ACTConfig
-from parallel_train.policies.act.modeling import ACTPolicy
+from parallel_train.policies.act.modeling import ACTDecoderLayer, ACTEncoderLayer, ACTPolicy
 from parallel_train.policies.chunks import ChunkQueue
 from parallel_train.policies.transformer import Attention
 
@@ -65,14 +65,106 @@ def with_noise(model: ACTPolicy, inputs: dict[str, Tensor], seed: int = 0) -> Te
 def test_attention_equals_torchs() -> None:
     torch.manual_seed(0)
     ours, theirs = Attention(16, 4, 0.0), nn.MultiheadAttention(16, 4, batch_first=True)
-    parts = (ours.to_q, ours.to_k, ours.to_v)
-    theirs.in_proj_weight.data = torch.cat([part.weight.data for part in parts])
-    theirs.in_proj_bias.data = torch.cat([part.bias.data for part in parts])
-    theirs.out_proj.load_state_dict(ours.to_out.state_dict())
+    copy_attention(theirs, ours)
     q, k, v = torch.randn(3, 5, 16), torch.randn(3, 7, 16), torch.randn(3, 7, 16)
     ignored = torch.arange(7) >= torch.tensor([7, 3, 1])[:, None]
     expected, _ = theirs(q, k, v, key_padding_mask=ignored)
     torch.testing.assert_close(ours(q, k, v, ignored), expected)
+
+
+def copy_attention(theirs: nn.MultiheadAttention, ours: Attention) -> None:
+    parts = (ours.to_q, ours.to_k, ours.to_v)
+    theirs.in_proj_weight.data = torch.cat([part.weight.data for part in parts])
+    theirs.in_proj_bias.data = torch.cat([part.bias.data for part in parts])
+    theirs.out_proj.load_state_dict(ours.to_out.state_dict())
+
+
+def copy_rest(theirs: Any, ours: Any) -> None:
+    theirs.linear1.load_state_dict(ours.feed_forward[0].state_dict())
+    theirs.linear2.load_state_dict(ours.feed_forward[3].state_dict())
+    for name in ("norm1", "norm2", "norm3"):
+        if hasattr(ours, name):
+            getattr(theirs, name).load_state_dict(getattr(ours, name).state_dict())
+
+
+def test_layers_are_the_post_norm_transformers_of_the_paper() -> None:
+    """Against torch's, which know no positions: those are added where the paper adds them."""
+    torch.manual_seed(0)
+    encoder, decoder = ACTEncoderLayer(tiny()), ACTDecoderLayer(tiny())
+    for part in (*encoder.modules(), *decoder.modules()):
+        if isinstance(part, nn.LayerNorm):
+            nn.init.normal_(part.weight)
+            nn.init.normal_(part.bias)
+    sizes = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+    x, memory = torch.randn(3, 5, 16), torch.randn(3, 7, 16)
+    plain = nn.TransformerEncoderLayer(**sizes)
+    copy_attention(plain.self_attn, encoder.attention)
+    copy_rest(plain, encoder)
+    torch.testing.assert_close(encoder(x, torch.zeros(5, 16)), plain(x))
+    position = torch.randn(5, 16)
+    read = plain.self_attn(x + position, x + position, x)[0]  # into queries and keys alone
+    middle = plain.norm1(x + read)
+    expected = plain.norm2(middle + plain.linear2(plain.linear1(middle).relu()))
+    torch.testing.assert_close(encoder(x, position), expected)
+
+    other = nn.TransformerDecoderLayer(**sizes)
+    copy_attention(other.self_attn, decoder.self_attention)
+    copy_attention(other.multihead_attn, decoder.cross_attention)
+    copy_rest(other, decoder)
+    none = torch.zeros(5, 16), torch.zeros(7, 16)
+    torch.testing.assert_close(decoder(x, none[0], memory, none[1]), other(x, memory))
+    query, place = torch.randn(5, 16), torch.randn(7, 16)
+    y = other.norm1(x + other.self_attn(x + query, x + query, x)[0])
+    y = other.norm2(y + other.multihead_attn(y + query, memory + place, memory)[0])
+    y = other.norm3(y + other.linear2(other.linear1(y).relu()))
+    torch.testing.assert_close(decoder(x, query, memory, place), y)
+
+
+def test_the_style_variable_is_read_off_the_summary_token() -> None:
+    """q(z | a, s): a summary token, the state and the actions, at sinusoidal positions."""
+    model, inputs = policy(), batch()
+    assert model.vae is not None
+    # Summary, two vectors, the task, and six actions.
+    assert model.vae.positions.shape == (1 + 2 + 1 + 6, 16)
+    first = model.vae.positions[3]
+    assert first[:2].tolist() == pytest.approx([math.sin(3), math.cos(3)])
+    mean, log_variance = model.vae(inputs)
+    assert mean.shape == log_variance.shape == (4, 4)
+    for name in ("observation.state", "action"):
+        other = {**inputs, name: inputs[name] + 1}
+        assert (model.vae(other)[0] - mean).abs().amax(dim=1).min() > 1e-6
+
+
+PAPER = ACTConfig(
+    chunk_size=100,
+    dim_model=512,
+    n_heads=8,
+    dim_feedforward=3200,
+    n_encoder_layers=4,
+    n_decoder_layers=7,
+    n_vae_layers=4,
+    latent_dim=32,
+    temporal_ensemble=0.01,
+    cameras=tuple(f"observation.images.{n}" for n in ("front", "left", "right", "top")),
+)
+
+
+def test_the_papers_settings_give_its_shapes_and_size() -> None:
+    """Four 480 x 640 pictures make 1200 tokens beside those of joints and z; about 80M weights."""
+    pytest.importorskip("torchvision", reason="needs the extra vision")
+    cameras = {name: Feature("video", (480, 640, 3)) for name in PAPER.cameras}
+    joints = {"observation.state": Feature("float32", (14,)), "action": Feature("float32", (14,))}
+    model = ACTPolicy(PAPER, DataSpec(50, {**joints, **cameras}))
+    assert 75e6 < sum(p.numel() for p in model.parameters()) < 90e6
+    pictures = {name: torch.zeros(1, 3, 480, 640) for name in PAPER.cameras}
+    with torch.no_grad():
+        inputs = {"observation.state": torch.zeros(1, 14), **pictures}
+        memory, positions = model._memory(inputs, torch.zeros(1, 32))
+        chunk = model.eval().predict_action_chunk(inputs)
+    assert memory.shape == (1, 1202, 512)
+    assert positions.shape == (1202, 512)
+    assert chunk.shape == (1, 100, 14)
+    assert (PAPER.kl_weight, ACTConfig().kl_weight) == (10, 10)
 
 
 def test_loss_is_the_l1_of_unpadded_entries_plus_weighted_kl() -> None:
