@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -24,6 +25,7 @@ SMALL = shlex.split(
 )
 FLAGS = [*SMALL, "--steps", STEPS, "--checkpoint.save_freq", "10", "--resume", "auto"]
 ENDLESS = [*SMALL, "--steps", "1000000", "--checkpoint.save_freq", "0", "--resume", "auto"]
+MAIN = "from parallel_train.__main__ import main; main()"
 PTRAIN = [sys.executable, "-m", "parallel_train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -70,9 +72,9 @@ class Process:
 
     @property
     def ranks(self):
-        """Process ids of the ranks, by rank."""
+        """Process ids of the ranks, by rank; their loader workers come after them."""
         found = {}
-        for pid in children(self.popen.pid):
+        for pid in reversed(descendants(self.popen.pid)):
             environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
             rank = dict(line.split("=", 1) for line in environ if "=" in line).get("RANK")
             if rank is not None:
@@ -232,6 +234,65 @@ def test_a_launch_within_a_launch_and_half_a_launch_are_refused(train):
         taken = train(*SMALL, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         assert taken.end(60) == 2
         assert f"MASTER_PORT = {port} is taken on 127.0.0.1 by another process." in taken.text
+
+
+SRUN = """
+import os, shlex, signal, subprocess, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+tasks = [
+    subprocess.Popen(words, env=os.environ | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)},
+                     preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
+    for n in range(int(os.environ["SLURM_NTASKS"]))
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+SCONTROL = """
+import pathlib, sys
+if sys.argv[1] == "requeue":
+    pathlib.Path("requeued").write_text(sys.argv[2])
+else:
+    print("127.0.0.1")
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """What the guide's script finds on a cluster: stand-ins that start tasks as Slurm does."""
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "ptrain": MAIN}
+    for name, text in programs.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!{sys.executable}\n{text}")
+        path.chmod(0o755)
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 2,
+    }
+
+
+def test_the_slurm_script_of_the_guide(start, slurm, undisturbed, tmp_path):
+    """Signalled as `--signal=USR1@300` does, it saves and is requeued; then it runs to its end."""
+    page = (Path(__file__).parents[3] / "docs/launching.md").read_text()
+    script = re.search(r"```sh\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[1]
+    flags = shlex.join(map(str, FLAGS))
+    for found, wanted in (("/shared/run", "run"), ("--parallelism.dp_shard -1", flags)):
+        assert script.count(found) == 1
+        script = script.replace(found, wanted)
+    (tmp_path / "job.sh").write_text(script)
+    job = start("bash", "job.sh", **slurm)
+    job.wait_for_step(5)
+    for pid in job.ranks.values():
+        os.kill(pid, signal.SIGUSR1)
+    assert job.end(90) == 75, job.text
+    assert (tmp_path / "requeued").read_text() == str(os.getpid())
+    assert len(steps_saved(tmp_path / "run")) == 1
+    again = start("bash", "job.sh", **slurm)
+    assert again.end() == 0, again.text
+    assert weights(tmp_path / "run") == weights(undisturbed)
 
 
 # --- ranks that die ------------------------------------------------------------------------------
