@@ -36,8 +36,9 @@ class PublishConfig:
     """Publish the model at the end of the run; everything is checked before training starts."""
     repo_id: str | None = None
     """Repository on the Hub, as user/name or organization/name; made if it does not exist."""
-    private: bool | None = None
-    """True makes a new repository private and is an error on a public one; None leaves it."""
+    private: bool = False
+    """Make a new repository private; an error on one that is public. Without it an existing one is
+    left as it is."""
     revision: str | None = None
     """Branch that is written to; None is main. It is made if it does not exist."""
     license: str | None = None

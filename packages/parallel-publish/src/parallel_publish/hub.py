@@ -42,6 +42,7 @@ class Target:
     repo_id: str
     revision: str = "main"
     private: bool | None = None
+    """Of a new repository; None is the account's default."""
     token: str | None = field(default=None, repr=False)
     """None: the one that the client finds (HF_TOKEN, or a login)."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -58,7 +59,7 @@ class Target:
         return cls(
             repo_id=config.repo_id,
             revision=config.revision or "main",
-            private=config.private,
+            private=config.private or None,
             token=token,
             retry=RetryPolicy(timeout_s=config.timeout_s),
         )

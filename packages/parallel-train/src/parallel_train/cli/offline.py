@@ -84,5 +84,5 @@ def _publish(command: ConvertCommand, result: Path) -> int:
     quiet_in_logs()
     inside = StepFolder(result.parent)
     path = inside.path if inside.is_committed else result
-    config = PublishConfig(repo_id=command.push_to_hub, private=command.private or None)
+    config = PublishConfig(repo_id=command.push_to_hub, private=command.private)
     return publish(path, config, dry_run=False, options={})

@@ -25,7 +25,7 @@ def run(parsed: Parsed) -> int:
     try:
         config = PublishConfig(
             repo_id=command.repo_id,
-            private=command.private or None,  # None leaves an existing repository as it is
+            private=command.private,
             revision=command.revision,
             license=command.license,
             tags=command.tags,
