@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,13 +11,20 @@ import pytest
 import torch
 
 from parallel_config import ConfigError
-from parallel_train.data.config import EMBEDDED_ROOT
+from parallel_train.cli.app import run
+from parallel_train.data.config import EMBEDDED_ROOT, DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
-from parallel_train.evaluate import evaluate_policy, wilson
+from parallel_train.data.spec import DataSpec, Feature
+from parallel_train.evaluate import Played, evaluate_policy, wilson
+from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.act.modeling import ACTPolicy
 from parallel_train.processors import Preprocessor
 
 pytest.importorskip("metaworld", reason="needs the extra sim")
 
+from PIL import Image
+
+from parallel_train.drawing import SIZE, draw_rollout
 from parallel_train.simulation import TASKS, Simulator, expert
 
 
@@ -41,10 +50,23 @@ class Replay(torch.nn.Module):
 def test_policy_expert_and_random_play_the_same_episodes() -> None:
     spec, policy = LeRobotDataset(EMBEDDED_ROOT).spec, Replay()
     shown: list[Any] = []
+    played: list[Played] = []
     results = evaluate_policy(
-        policy, Preprocessor(), spec, ["reach-v3"], episodes=4, seed=3, on_result=shown.append
+        policy,
+        Preprocessor(),
+        spec,
+        ["reach-v3"],
+        episodes=4,
+        seed=3,
+        on_result=shown.append,
+        on_episode=played.append,
     )
     assert shown == results
+    assert [(p.controller, p.number) for p in played] == [
+        (name, number) for name in ("policy", "expert", "random") for number in range(4)
+    ]
+    first = {p.controller: p.rollout.observations[0] for p in played if p.number == 2}
+    assert np.array_equal(first["policy"], first["random"])
     rates = {result.controller: result.rate for result in results}
     assert rates == {"policy": 1.0, "expert": 1.0, "random": 0.0}
     assert policy.resets == 4
@@ -80,6 +102,86 @@ def test_wilson_intervals() -> None:
     assert wilson(40, 50) == pytest.approx((0.6696, 0.8876), abs=1e-3)
     assert wilson(0, 50) == pytest.approx((0.0, 0.0713), abs=1e-3)
     assert wilson(50, 50) == pytest.approx((0.9287, 1.0), abs=1e-3)
+
+
+def test_noise_of_a_policy_is_seeded_by_the_episode() -> None:
+    """Two evaluations of one checkpoint agree, whatever was drawn before."""
+
+    class Noisy(Replay):
+        def select_action(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return super().select_action(batch) + 0.1 * torch.randn(1, 4)
+
+    spec = LeRobotDataset(EMBEDDED_ROOT).spec
+    seen: list[list[Any]] = []
+    for draws in (0, 7):
+        torch.randn(draws)
+        played: list[Played] = []
+        evaluate_policy(
+            Noisy(),
+            Preprocessor(),
+            spec,
+            ["reach-v3"],
+            episodes=2,
+            max_steps=20,
+            on_episode=played.append,
+        )
+        seen.append([p.rollout.actions for p in played if p.controller == "policy"])
+    for one, two in zip(*seen, strict=True):
+        assert np.array_equal(one, two)
+    assert not np.array_equal(seen[0][0][:5], seen[0][1][:5])
+
+
+def test_the_command_keeps_numbers_and_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARALLEL_DEVICE", "cpu")
+    torch.manual_seed(0)
+    config = ACTConfig(dim_model=16, n_heads=2, dim_feedforward=32, chunk_size=8)
+    dataset = LeRobotDataset.from_config(DatasetConfig(), config)
+    folder = tmp_path / "model"
+    ACTPolicy(config, dataset.spec).save_pretrained(folder)
+    Preprocessor.from_stats(dataset.stats, config.normalization()).save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", str(folder), "--episodes", "2", "--max_steps", "30"]
+    assert run(words) == 0
+    assert "kept in evaluations/model: results.json, reach-v3_failed.gif" in capsys.readouterr().out
+    kept = json.loads((tmp_path / "evaluations/model/results.json").read_text())
+    assert (kept["seed"], kept["max_steps"]) == (0, 30)
+    rates = {entry["controller"]: entry["rate"] for entry in kept["results"]}
+    assert rates.keys() == {"policy", "expert", "random"}
+    assert rates["policy"] == 0.0
+    assert kept["results"][0]["interval_95"] == pytest.approx(wilson(0, 2))
+    assert run([*words, "--json", "--output", "other"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"] == kept["results"]
+    assert (tmp_path / "other/reach-v3_failed.gif").is_file()
+
+
+def test_a_rollout_becomes_a_moving_picture(tmp_path: Path) -> None:
+    rollout = Simulator("reach-v3", 3).rollout(expert("reach-v3"), 0)
+    path = tmp_path / "deep/down.gif"
+    draw_rollout(rollout, path, "reach")
+    with Image.open(path) as image:
+        frames = -(-len(rollout.observations) // 4)
+        assert abs(image.n_frames - frames) <= 1
+        assert image.size == (2 * SIZE, SIZE + 16)
+        first = np.asarray(image.convert("RGB"), dtype=int)
+        image.seek(image.n_frames - 1)
+        last = np.asarray(image.convert("RGB"), dtype=int)
+    blue = [(p[..., 2] > 150) & (p[..., 0] < 80) for p in (first, last)]
+    assert 50 < blue[0].sum() < blue[1].sum()  # a dot, and later its trail too
+
+
+def test_policies_that_cannot_play_are_refused() -> None:
+    spec = LeRobotDataset(EMBEDDED_ROOT).spec
+    with pytest.raises(ConfigError, match=r"is a Linear, which has no select_action"):
+        evaluate_policy(torch.nn.Linear(1, 1), Preprocessor(), spec, ["reach-v3"])
+    blind = Replay()
+    blind.config = ACTConfig(cameras=("observation.images.top",))  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"looks at observation.images.top, but the simulation"):
+        evaluate_policy(blind, Preprocessor(), spec, ["reach-v3"])
+    other = DataSpec(10, {"observation.state": Feature("float32", (4,))}, spec.tasks)
+    with pytest.raises(ConfigError, match=r"observation.state of 4 numbers; MetaWorld gives 39"):
+        evaluate_policy(Replay(), Preprocessor(), other, ["reach-v3"])
 
 
 def test_wrong_requests_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import STATE, DataSpec
 from parallel_train.processors import Postprocessor, Preprocessor
 from parallel_train.simulation import (
+    NUM_OBSERVED,
     PLACEMENTS,
     TASKS,
     Controller,
+    Rollout,
     Simulator,
     Vector,
     expert,
@@ -44,12 +47,27 @@ class SuccessRate:
         """95% Wilson interval of the rate."""
         return wilson(self.successes, self.episodes)
 
+    def to_plain(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {**dataclasses.asdict(self), "rate": self.rate, "interval_95": list(self.interval)}
+
     def __str__(self) -> str:
         low, high = self.interval
         return (
             f"{self.task:<16} {self.controller:<7} {self.successes:>3}/{self.episodes:<3} "
             f"{self.rate:6.1%}  (95%: {low:.1%} to {high:.1%})"
         )
+
+
+@dataclass(frozen=True)
+class Played:
+    """One episode that was rolled out."""
+
+    task: str
+    controller: str
+    """policy, expert or random."""
+    number: int
+    rollout: Rollout
 
 
 class PolicyController:
@@ -90,16 +108,20 @@ def evaluate_policy(
     seed: int = 0,
     max_steps: int = 500,
     on_result: Callable[[SuccessRate], None] = lambda result: None,
+    on_episode: Callable[[Played], None] = lambda played: None,
 ) -> list[SuccessRate]:
     """Roll policy, expert and random actions out on the same seeded episodes of every task.
 
     `tasks` are MetaWorld names (reach-v3); `spec` is what the policy was built for and gives their
-    indices. The policy acts on the device of its parameters. `on_result` is called with every
-    result as soon as it is there.
+    indices. The policy acts on the device of its parameters; torch's generators are seeded for
+    every episode. `on_result` and `on_episode` are called with every result and every episode as
+    soon as it is there.
 
     Raises:
-        ConfigError: an unknown task, or one that the policy was not trained on.
+        ConfigError: an unknown task, one that the policy was not trained on, or a policy that
+            cannot act on what the simulator shows.
     """
+    _check_policy(policy, spec)
     device = next(iter(policy.parameters())).device
     results: list[SuccessRate] = []
     for task in tasks:
@@ -111,7 +133,16 @@ def evaluate_policy(
             "random": random_controller(seed),
         }
         for name, controller in controllers.items():
-            result = _success_rate(simulator, name, controller, episodes, max_steps)
+            numbers = _numbers(episodes)
+            successes = 0
+            for number in numbers:
+                if name == "policy":
+                    torch.manual_seed(seed * PLACEMENTS + number)
+                    actor.reset()
+                rollout = simulator.rollout(controller, number, max_steps=max_steps)
+                successes += rollout.success
+                on_episode(Played(task, name, number, rollout))
+            result = SuccessRate(task, name, successes, episodes)
             on_result(result)
             results.append(result)
     return results
@@ -145,9 +176,7 @@ def wilson(successes: int, episodes: int, z: float = 1.959964) -> tuple[float, f
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _success_rate(
-    simulator: Simulator, name: str, controller: Controller, episodes: int, max_steps: int
-) -> SuccessRate:
+def _numbers(episodes: int) -> range:
     if not 1 <= episodes <= PLACEMENTS:
         raise ConfigError(
             Problem(
@@ -156,9 +185,21 @@ def _success_rate(
                 f"Use --episodes 1 to {PLACEMENTS}, and several seeds for more.",
             )
         )
-    successes = 0
-    for number in range(episodes):
-        if isinstance(controller, PolicyController):
-            controller.reset()
-        successes += simulator.rollout(controller, number, max_steps=max_steps).success
-    return SuccessRate(simulator.task, name, successes, episodes)
+    return range(episodes)
+
+
+def _check_policy(policy: Any, spec: DataSpec) -> None:
+    """The simulator shows a vector of 39 numbers and takes actions."""
+    owner = type(policy).__name__
+    cameras = getattr(getattr(policy, "config", None), "camera_names", ())
+    if not callable(getattr(policy, "select_action", None)):
+        message = f"is a {owner}, which has no select_action."
+    elif cameras:
+        message = f"looks at {', '.join(cameras)}, but the simulation here shows no pictures."
+    elif spec.dim(STATE) != NUM_OBSERVED:
+        message = f"reads {STATE} of {spec.dim(STATE)} numbers; MetaWorld gives {NUM_OBSERVED}."
+    else:
+        return
+    raise ConfigError(
+        Problem("policy", message, "Evaluate a policy that was trained on the embedded dataset.")
+    )

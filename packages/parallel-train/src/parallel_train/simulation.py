@@ -25,6 +25,8 @@ TASKS = {
 """MetaWorld's name of each task of the embedded dataset, and its text there."""
 FPS = 80
 """Actions per second: the simulator runs five steps of 2.5 ms for each."""
+NUM_OBSERVED = 39
+"""Numbers of an observation."""
 PLACEMENTS = 50
 """Episodes that one seed holds."""
 

@@ -85,7 +85,11 @@ class EvaluateCommand:
     """Roll a trained policy out in MetaWorld, beside the expert and random actions."""
 
     path: Positional[str]
-    """A checkpoint or a run folder."""
+    """A checkpoint, a run folder, a converted model, or a repository on the Hub."""
+    policy_type: Annotated[
+        str | None,
+        arg(name="policy.type", help="Repeat the path of a policy that was trained by path."),
+    ] = None
     tasks: tuple[str, ...] = ("reach-v3",)
     """MetaWorld tasks, as the embedded dataset has them."""
     episodes: int = 50
@@ -94,6 +98,9 @@ class EvaluateCommand:
     """Seed of the first episode."""
     max_steps: int = 300
     """Steps after which an episode counts as failed."""
+    output: str | None = None
+    """Folder for results.json and for moving pictures of a solved and a failed episode; None is
+    evaluations/<step> in the run folder, or evaluations/<name> here."""
     json: bool = False
     """Print JSON for programs."""
 

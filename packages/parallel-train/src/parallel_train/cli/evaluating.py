@@ -2,44 +2,113 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel_config import ConfigError
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import EvaluateCommand
 from parallel_train.cli.parsing import Parsed
 
+if TYPE_CHECKING:
+    import torch
+
+    from parallel_train.evaluate import Played, SuccessRate
+
 
 def run(parsed: Parsed) -> int:
-    """Print a line per task and controller. Returns 0, or 2 for wrong input."""
+    """Print a line per task and controller, and keep them. Returns 0, or 2 for wrong input."""
     command: EvaluateCommand = parsed.command
     if importlib.util.find_spec("metaworld") is None:
         print('ptrain evaluate needs MetaWorld: pip install "parallel-train[sim]"', file=sys.stderr)
         return USAGE_ERROR
-    from parallel_train.evaluate import SuccessRate, evaluate_policy
+    try:
+        _evaluate(command)
+    except ConfigError as error:
+        return fail(error, "ptrain evaluate")
+    return 0
+
+
+def _evaluate(command: EvaluateCommand) -> None:
+    from parallel_train.evaluate import evaluate_policy
     from parallel_train.policies.loading import load_policy
+
+    loaded = load_policy(command.path, command.policy_type)
+    pictures = Pictures(_output_folder(command))
 
     def show(result: SuccessRate) -> None:
         if not command.json:
             print(result, flush=True)
 
-    try:
-        loaded = load_policy(command.path)
-        results = evaluate_policy(
-            loaded.model,
-            loaded.preprocessor,
-            loaded.spec,
-            list(command.tasks),
-            episodes=command.episodes,
-            seed=command.seed,
-            max_steps=command.max_steps,
-            on_result=show,
-        )
-    except ConfigError as error:
-        return fail(error, "ptrain evaluate")
+    results = evaluate_policy(
+        loaded.model.to(_device()),
+        loaded.preprocessor,
+        loaded.spec,
+        list(command.tasks),
+        episodes=command.episodes,
+        seed=command.seed,
+        max_steps=command.max_steps,
+        on_result=show,
+        on_episode=pictures.take,
+    )
+    document = {
+        "policy": command.path,
+        "seed": command.seed,
+        "max_steps": command.max_steps,
+        "results": [result.to_plain() for result in results],
+        "pictures": pictures.names,
+    }
+    text = json.dumps(document, indent=2)
+    pictures.folder.mkdir(parents=True, exist_ok=True)
+    (pictures.folder / "results.json").write_text(text + "\n", encoding="utf-8")
     if command.json:
-        print(json.dumps([dataclasses.asdict(result) for result in results], indent=2))
-    return 0
+        print(text)
+    else:
+        files = ", ".join(["results.json", *pictures.names])
+        print(f"kept in {pictures.folder}: {files}")
+
+
+class Pictures:
+    """Draws the policy's first solved and first failed episode of each task."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: list[str] = []
+
+    def take(self, played: Played) -> None:
+        """Draw the episode if it is the first of its kind."""
+        from parallel_train.drawing import draw_rollout
+
+        end = "solved" if played.rollout.success else "failed"
+        name = f"{played.task}_{end}.gif"
+        if played.controller == "policy" and name not in self.names:
+            draw_rollout(
+                played.rollout,
+                self.folder / name,
+                f"{played.task}, episode {played.number}: {end}",
+            )
+            self.names.append(name)
+
+
+def _output_folder(command: EvaluateCommand) -> Path:
+    from parallel_ckpt import resolve_checkpoint
+
+    if command.output is not None:
+        return Path(command.output).expanduser()
+    try:
+        step = resolve_checkpoint(command.path)
+    except ConfigError:  # a converted folder, or the Hub's
+        return Path("evaluations") / Path(command.path).name
+    return step.parent.parent / "evaluations" / step.name
+
+
+def _device() -> torch.device:
+    import torch
+
+    from parallel_config.environment import requested_device
+
+    best = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(requested_device() or best)
