@@ -104,3 +104,37 @@ def test_a_process_that_still_has_workers_exits() -> None:
     """Its children are ended by SIGTERM, which they ignore until then."""
     command = [sys.executable, "-W", "ignore", "-c", LEAVES, str(STATE)]
     assert subprocess.run(command, timeout=90, check=False).returncode == 0
+
+
+DIES = """
+import os, signal, sys, threading, time
+import torch
+from parallel_train.data.loader import build_loader
+from parallel_train.data.order import GlobalBatchSampler
+
+
+class Many(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return {name: torch.zeros(64) for name in map(str, range(30))}
+
+
+iterator = iter(build_loader(Many(), GlobalBatchSampler(1000, 2), num_workers=2))
+for _ in range(20):
+    next(iterator)
+die = lambda: (time.sleep(0.05), os.kill(os.getpid(), signal.SIGKILL))
+threading.Thread(target=die).start()
+while True:
+    next(iterator)
+"""
+
+
+def test_workers_of_a_killed_process_end_without_a_word() -> None:
+    """Killed while it receives tensors, so that the workers' side of it breaks."""
+    command = [sys.executable, "-W", "ignore", "-c", DIES]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert done.stderr == ""  # and it is closed: they have ended

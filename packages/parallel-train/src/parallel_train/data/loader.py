@@ -7,8 +7,11 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
+import time
 from collections.abc import Mapping
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -68,6 +71,7 @@ def _start_worker(key: tuple[int, ...], leaving: Any, worker: int) -> None:
 
     SIGTERM counts once that process is leaving. A worker whose parent has died ends by itself.
     """
+    sys.excepthook = partial(_report, os.getppid())
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
@@ -76,6 +80,22 @@ def _start_worker(key: tuple[int, ...], leaving: Any, worker: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _report(
+    parent: int, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show an error, unless it only says that the training process is gone.
+
+    The thread that hands tensors over meets a dead process in the middle of a handshake. The death
+    is for whoever watches that process to tell; a worker's traceback would hide it.
+    """
+    deadline = time.monotonic() + 1.0
+    while isinstance(error, OSError | EOFError) and time.monotonic() < deadline:
+        if os.getppid() != parent:  # its sockets are closed a moment before its children move on
+            os._exit(1)
+        time.sleep(0.01)
+    sys.__excepthook__(kind, error, trace)
 
 
 def _seed(*key: int) -> int:
