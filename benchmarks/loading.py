@@ -34,7 +34,7 @@ def main() -> None:
     config = parse(["train", *root, *flags]).command.run
     engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
     task = build_task(config, Topology(), 0, samples_seen=0, device=engine.device)
-    prepared = engine.prepare(task.model, task.optimizer, task.scheduler, task.loader)
+    prepared = engine.prepare(task.model, task.build_optimizer, task.build_scheduler, task.loader)
     batches = iter(prepared[3])
     cached = next(batches)
     ways = {

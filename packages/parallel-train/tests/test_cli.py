@@ -47,7 +47,7 @@ def test_the_flags_are_those_of_the_config():
     assert {name.split(".")[0] for name in flags} == {
         "policy", "dataset", "output_dir", "steps", "batch_size", "seed", "log_freq", "optimizer",
         "scheduler", "parallelism", "accelerator", "checkpoint_format", "checkpoint",
-        "ema", "eval", "logging", "publish",
+        "ema", "eval", "logging", "publish", "meta_init",
     }  # fmt: skip
 
 

@@ -77,6 +77,9 @@ class TrainConfig:
     dp_shard times accelerator.gradient_accumulation.steps."""
     seed: int = 0
     """Seed of the initial weights, of the data order and of every rank's random numbers."""
+    meta_init: bool = False
+    """Build the policy without memory and shard it before it has values, so that no rank ever holds
+    the whole model. Its modules' reset_parameters() draw the values, or the checkpoint has them."""
     log_freq: int = 20
     """Updates between lines on the console; metrics.jsonl has a line for every update."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import random
@@ -19,8 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from parallel_config import OptimizerConfig, Topology
-from parallel_engine import Loss
+from parallel_config import ConfigError, OptimizerConfig, Problem, Topology
+from parallel_engine import Loss, initialize, parameters_on_meta, unwrap
+from parallel_engine.materialize import require_filled
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
@@ -39,8 +41,11 @@ class Task:
     """Everything that `engine.prepare` and the loop need, still unwrapped."""
 
     model: nn.Module
-    optimizer: Optimizer
-    scheduler: LambdaLR
+    """On the meta device with `meta_init`."""
+    fill: Callable[[nn.Module], None] | None
+    """Gives a model on meta its first values; None where a checkpoint does, or it has them."""
+    build_optimizer: Callable[[nn.Module], Optimizer]
+    build_scheduler: Callable[[Optimizer], LambdaLR]
     loader: DataLoader[Batch]
     loss_fn: LossFn
     model_files: dict[str, bytes]
@@ -76,10 +81,11 @@ def build_task(
     dataset, held_out = build_datasets(config)
     preprocessor = Preprocessor.from_stats(dataset.stats, config.policy.normalization())
     torch.manual_seed(config.seed)
-    model = build_policy(config.policy, dataset.spec)
-    if samples_seen == 0:  # a resumed model is filled from its checkpoint
+    with parameters_on_meta() if config.meta_init else contextlib.nullcontext():
+        model = build_policy(config.policy, dataset.spec)
+    is_new = samples_seen == 0  # a resumed model is filled from its checkpoint
+    if is_new and not config.meta_init:
         load_pretrained(model)
-    optimizer = build_optimizer(config.optimizer, model)
     sampler = GlobalBatchSampler(
         num_samples=len(dataset),
         batch_size=config.batch_size,
@@ -97,8 +103,9 @@ def build_task(
     )
     return Task(
         model=model,
-        optimizer=optimizer,
-        scheduler=build_scheduler(config, optimizer),
+        fill=_first_values if is_new and config.meta_init else None,
+        build_optimizer=partial(build_optimizer, config.optimizer),
+        build_scheduler=partial(build_scheduler, config),
         loader=load(dataset, sampler),
         loss_fn=partial(policy_loss, preprocessor=preprocessor),
         model_files={
@@ -109,6 +116,24 @@ def build_task(
         dataset=dataset,
         held_out=_held_out(config, topology, rank, held_out, load),
     )
+
+
+def _first_values(model: nn.Module) -> None:
+    """Collective: every rank. What building the model in memory would have given it, in place.
+
+    Raises:
+        ConfigError: modules draw no values of their own, or the policy cannot read pretrained
+            weights into shards.
+    """
+    try:
+        initialize(model)
+        require_filled(model)
+        load_pretrained(unwrap(model))
+    except (ConfigError, RuntimeError) as error:
+        name = type(unwrap(model)).__name__
+        way = "Give its modules a reset_parameters() that draws them, or use --no-meta_init."
+        problem = Problem("meta_init", f"= True, but {name} does not get its values: {error}", way)
+        raise ConfigError(problem) from error
 
 
 def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset | None]:
@@ -152,7 +177,7 @@ def policy_loss(
 
     A policy that states no `loss_weight` counts every sample alike.
     """
-    batch, policy = preprocessor(batch), _unwrapped(model)
+    batch, policy = preprocessor(batch), unwrap(model)
     loss, metrics = read_answer(model(batch), type(policy).__name__)
     weigh = getattr(policy, "loss_weight", None)
     weight = weigh(batch) if weigh is not None else torch.tensor(len(next(iter(batch.values()))))
@@ -188,8 +213,3 @@ def _files_of(preprocessor: Preprocessor) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         preprocessor.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, nn.Module) else model

@@ -28,7 +28,7 @@ from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
 from parallel_train.start import Start, decide_start, under_environment
-from parallel_train.task import HeldOut, build_task, seed_rank
+from parallel_train.task import HeldOut, Task, build_task, seed_rank
 from parallel_train.tracking import check_tracking, tracking_sinks
 from parallel_train.utilization import samples_per_s_at_peak
 
@@ -107,28 +107,10 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         provenance=_provenance(job),
         on_commit=publisher.push,
     )
-    model, optimizer, scheduler, loader = engine.prepare(
-        task.model, task.optimizer, task.scheduler, task.loader
-    )
-    prepared = Prepared(
-        model,
-        optimizer,
-        scheduler,
-        loader,
-        task.loss_fn,
-        ema=Ema(model, optimizer, config.ema) if config.ema.decay is not None else None,
-        held_out=_on_device(task.held_out, engine),
-    )
+    prepared = _prepare(engine, task, config)
     notes = [*start.notes, *(opened.notes if opened else ())]
     if start.checkpoint is not None:
-        restore(
-            start.checkpoint,
-            prepared.model,
-            prepared.optimizer,
-            prepared.scheduler,
-            keep=kept_hyperparameters(start.changed),
-        )
-        notes += filter(None, [resume_average(model, optimizer, prepared.ema)])
+        notes += _fill(prepared, start, start.checkpoint)
     peak, why = samples_per_s_at_peak(config, task.dataset, engine.device, facts.world_size)
     notes += filter(None, [why])
     text = SCHEMA.dump(config)
@@ -155,7 +137,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         sinks.note(_summary(start.folder, step, done, config.steps, time.perf_counter() - began))
         if done == config.steps:
             with prepared.averaged():
-                publisher.stage(model, step=done, files=task.model_files)
+                publisher.stage(prepared.model, step=done, files=task.model_files)
     return Outcome(
         folder=start.folder,
         step=done,
@@ -190,6 +172,35 @@ def _sinks(is_main: bool, start: Start, step: int) -> Sinks:
     console = console_sink(steps=config.steps, start=step, log_freq=config.log_freq)
     others = tracking_sinks(config.logging, start.folder.path, step, SCHEMA.to_document(config))
     return Sinks([JsonlSink(start.folder.metrics), *others, console])
+
+
+def _prepare(engine: Engine, task: Task, config: TrainConfig) -> Prepared:
+    """Collective: every rank. Shard and wrap what was built."""
+    model, optimizer, scheduler, loader = engine.prepare(
+        task.model, task.build_optimizer, task.build_scheduler, task.loader, fill=task.fill
+    )
+    return Prepared(
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        task.loss_fn,
+        ema=Ema(model, optimizer, config.ema) if config.ema.decay is not None else None,
+        held_out=_on_device(task.held_out, engine),
+    )
+
+
+def _fill(prepared: Prepared, start: Start, checkpoint: Path) -> list[str]:
+    """Collective: every rank. Phase 2 of a resume; lines for the log."""
+    restore(
+        checkpoint,
+        prepared.model,
+        prepared.optimizer,
+        prepared.scheduler,
+        keep=kept_hyperparameters(start.changed),
+    )
+    line = resume_average(prepared.model, prepared.optimizer, prepared.ema)
+    return [line] if line else []
 
 
 def _on_device(held_out: HeldOut | None, engine: Engine) -> HeldOut | None:
