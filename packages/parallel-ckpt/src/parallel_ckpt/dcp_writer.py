@@ -41,6 +41,7 @@ from parallel_ckpt.hashing import HashingWriter
 from parallel_ckpt.manifest import FileRecord
 from parallel_ckpt.shards import Shard
 
+BUFFER_BYTES = 1 << 18
 THREADS = 2
 """Of writing per rank; measured: two give about three times what one gives."""
 
@@ -113,6 +114,15 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
+class _Stream(io.BufferedWriter):
+    """Gathers the many small writes of torch's archives."""
+
+    def fileno(self) -> int:
+        """Asked for in order to flush to disk, which some versions of torch do without `flush`."""
+        self.flush()
+        return super().fileno()
+
+
 class _HashingFiles(FileSystem):
     """torch's file system with a record of every file written through it."""
 
@@ -128,7 +138,10 @@ class _HashingFiles(FileSystem):
             return
         with self._noting_errors(), HashingWriter(path) as file:
             try:
-                yield file
+                stream = _Stream(file, BUFFER_BYTES)
+                yield stream
+                if not stream.closed:
+                    stream.flush()
             finally:
                 self.error = self.error or file.error
             self.records[Path(path).name] = (file.size_bytes, file.checksum)

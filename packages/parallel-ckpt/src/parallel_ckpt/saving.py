@@ -128,18 +128,16 @@ class CheckpointSaver:
                 and `last` are untouched.
         """
         self.wait()
-        snapshot = self._ranks.attempt(
-            lambda: _take_snapshot(
-                step=step,
-                samples_seen=samples_seen,
-                model=model,
-                optimizer=optimizer,
-                scheduler=inner_scheduler(scheduler),
-                data_state=data_state,
-                files=_model_files(train_config, model_files or {}),
-            )
+        snapshot = self._agreed_snapshot(
+            step=step,
+            samples_seen=samples_seen,
+            model=model,
+            optimizer=optimizer,
+            scheduler=inner_scheduler(scheduler),
+            data_state=data_state,
+            train_config=train_config,
+            model_files=model_files or {},
         )
-        self._check_agreement(snapshot)
         if not self._config.async_save:
             return self._write(snapshot, self._ranks)
         staged = self._stage(snapshot)
@@ -200,19 +198,29 @@ class CheckpointSaver:
                 probe.unlink(missing_ok=True)
         return sequence
 
-    def _check_agreement(self, snapshot: Snapshot) -> None:
+    def _agreed_snapshot(
+        self, *, train_config: str | None, model_files: Mapping[str, str | bytes], **given: Any
+    ) -> Snapshot:
         """Ranks that hold different tensors would each write what another does not know of."""
-        shapes = signature(snapshot.weights), signature(snapshot.optimizer)
-        digest = hash_bytes(repr((snapshot.step, shapes)).encode())
-        digests = self._ranks.all_gather(digest)
+        taken: list[Snapshot] = []
+
+        def take() -> str:
+            files = _model_files(train_config, model_files)
+            snapshot = _take_snapshot(files=files, **given)
+            taken.append(snapshot)
+            shapes = signature(snapshot.weights), signature(snapshot.optimizer)
+            return hash_bytes(repr((snapshot.step, shapes)).encode())
+
+        digests = self._ranks.attempt_all(take)
         odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
         if odd:
             raise CheckpointError.of(
                 "checkpoint",
-                f"of step {snapshot.step}: ranks {odd} hold other tensors, or save another step, "
+                f"of step {given['step']}: ranks {odd} hold other tensors, or save another step, "
                 "than rank 0.",
                 "Build the same model and optimizer on every rank.",
             )
+        return taken[0]
 
     def _stage(self, snapshot: Snapshot) -> Snapshot:
         """Copy what this rank will write into memory that nothing else touches."""
@@ -223,8 +231,9 @@ class CheckpointSaver:
         """Write, flush, agree, commit."""
         folder = StepFolder(Path(ranks.on_main(lambda: str(self._begin(snapshot.step)))))
         try:
-            files = self._write_files(folder, snapshot, ranks)
-            path = ranks.on_main(lambda: str(self._commit(folder, snapshot, files)))
+            own = ranks.attempt_all(lambda: _write_own(folder, snapshot, ranks, self._format))
+            weights = self._write_safetensors(folder, snapshot, ranks)
+            path = ranks.on_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
         except BaseException:
             if ranks.is_main:
                 abandon(folder)
@@ -237,17 +246,23 @@ class CheckpointSaver:
         self._lock.check()
         return begin(self._run, step).path
 
-    def _write_files(
+    def _write_safetensors(
         self, folder: StepFolder, snapshot: Snapshot, ranks: Ranks
     ) -> list[FileRecord]:
-        own = ranks.attempt_all(lambda: _write_own(folder, snapshot, ranks, self._format))
+        if not self._format.has_safetensors:
+            return []
+        limit = parse_size(self._config.max_shard_size)
+        files = write_safetensors(folder.pretrained_model, snapshot.weights, ranks, limit)
+        return dcp_writer.file_records(PRETRAINED_MODEL, files)
+
+    def _conclude(
+        self, folder: StepFolder, snapshot: Snapshot, own: list[_Own], weights: list[FileRecord]
+    ) -> Path:
+        """Main rank: write what exists once and commit."""
         records = [record for part in own for record in part.records]
-        records += ranks.on_main(lambda: _finish_dcp(folder, own))
-        if self._format.has_safetensors:
-            limit = parse_size(self._config.max_shard_size)
-            files = write_safetensors(folder.pretrained_model, snapshot.weights, ranks, limit)
-            records += dcp_writer.file_records(PRETRAINED_MODEL, files)
-        return records + ranks.on_main(lambda: _write_documents(folder, snapshot.documents))
+        records += weights + _finish_dcp(folder, own)
+        records += _write_documents(folder, snapshot.documents)
+        return self._commit(folder, snapshot, records)
 
     def _commit(self, folder: StepFolder, snapshot: Snapshot, files: list[FileRecord]) -> Path:
         assert self._lock is not None
