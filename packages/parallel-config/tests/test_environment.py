@@ -8,7 +8,9 @@ from parallel_config.environment import (
     accelerate_variables,
     check_environment,
     environment_wins,
+    launch_variables,
     requested_device,
+    without_launch,
 )
 
 # What `accelerate launch` of 1.15 exports for a run without a config file.
@@ -98,3 +100,27 @@ def test_the_environment_wins_only_when_told():
     assert not environment_wins({})
     assert not environment_wins({"PARALLEL_ALLOW_ACCELERATE_ENV": "0"})
     assert environment_wins({"PARALLEL_ALLOW_ACCELERATE_ENV": "true"})
+
+
+def test_what_a_launcher_left_is_found_and_taken_out():
+    left = {
+        "RANK": "1",
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "PARALLEL_LISTEN_FD": "4",
+    }
+    environ = {**left, "PATH": "/bin", "ROLE_ARN": "mine", "OMP_NUM_THREADS": "1"}
+    assert launch_variables(environ) == dict(sorted(left.items()))
+    assert without_launch(environ) == {"PATH": "/bin", "ROLE_ARN": "mine", "OMP_NUM_THREADS": "1"}
+
+
+def test_where_the_ranks_meet_is_read_with_the_rest():
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+    facts = LaunchFacts.read(environ)
+    assert (facts.master_addr, facts.master_port, facts.is_launched) == ("host0", "29500", True)
+    assert (facts.listen_fd, facts.launcher_fd) == (None, None)
+    ours = LaunchFacts.read(environ | {"PARALLEL_LISTEN_FD": "4", "PARALLEL_LAUNCHER_FD": "5"})
+    assert (ours.listen_fd, ours.launcher_fd) == (4, 5)
+    assert not LaunchFacts.read({}).is_launched
