@@ -4,6 +4,7 @@ See `parallel_engine.engine` for the five lines.
 """
 
 from parallel_engine._ranks import agree as agree
+from parallel_engine._ranks import any_rank as any_rank
 from parallel_engine._ranks import connect as connect
 from parallel_engine._ranks import from_main as from_main
 from parallel_engine._ranks import leave as leave

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parallel_ckpt import CheckpointSaver, read_start, restore
 from parallel_config.environment import accelerate_variables, check_environment, environment_wins
-from parallel_engine import Ema, Engine, connect, from_main, resume_average, together
+from parallel_engine import Ema, Engine, any_rank, connect, from_main, resume_average, together
 from parallel_engine.loading import prepare_loader
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.loop import Loop, Prepared
@@ -91,6 +91,10 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         if facts.is_main:
             print(f"{start.folder.path} is finished: step {step} of {config.steps}", flush=True)
         return Outcome(folder=start.folder, step=step)
+    if any_rank(stop.received is not None):  # before minutes go into building a big model
+        if facts.is_main:
+            print(f"stopped on request before the first update: step {step} of {config.steps}")
+        return Outcome(folder=start.folder, step=step, preempted=True)
 
     publisher = RunPublisher(config, start.folder, start.topology, is_main=facts.is_main)
     publisher.check()
