@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from parallel_config import ConfigError
 from parallel_config.environment import (
@@ -104,9 +104,9 @@ def _packages() -> Iterator[Finding]:
     wanted: dict[str, set[str]] = {}
     for package in ours:
         for requirement in importlib.metadata.requires(package) or ():
-            name = re.match(r"[\w.-]+", requirement)
-            if name and ";" not in requirement:
-                wanted.setdefault(name[0], set()).add(requirement[name.end() :])
+            match = re.match(r"[\w.-]+", requirement)
+            if match and ";" not in requirement:
+                wanted.setdefault(match[0], set()).add(requirement[match.end() :])
     for name in ("parallel-train", *sorted(wanted)):
         yield _package(name, sorted(wanted.get(name, ())))
 
@@ -186,7 +186,7 @@ def _ranks() -> Iterator[Finding]:
         yield Finding("gloo", "ok", f"two ranks met in {seconds:.2f} s: DDP, FSDP2, HSDP on CPU")
     cuda = torch.cuda.is_available()
     if cuda and dist.is_nccl_available():
-        version = ".".join(map(str, torch.cuda.nccl.version()))
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield Finding(
             "nccl", "ok", f"{version}: DDP, FSDP2, HSDP on {torch.cuda.device_count()} GPUs"
         )
@@ -212,7 +212,7 @@ def _try_gloo() -> str:
 
     def rank(number: int) -> float:
         timeout = datetime.timedelta(seconds=TRIAL_S)
-        group = dist.ProcessGroupGloo(store, number, 2, timeout)
+        group: Any = dist.ProcessGroupGloo(store, number, 2, timeout)
         value = torch.ones(1)
         group.allreduce([value]).wait()
         return float(value)
