@@ -64,6 +64,38 @@ def test_another_order_of_units_is_caught_before_the_update():
         assert unchanged
 
 
+def replicas_in_another_order():
+    """Each shard group agrees with itself; the second runs its blocks the other way round.
+
+    Returns the refusal, and the gradient of the first block where nobody looks at the order.
+    """
+    engine, model, optimizer = prepared({"dp_replicate": 2, "dp_shard": 2})
+    x, first = torch.ones(2, 4), engine.rank // 2
+    with engine.micro_batch(model, 0, 1):
+        engine.backward(model(x, first=first).mean())
+    gradient = model.blocks[0].weight.grad.full_tensor().tolist()
+    optimizer.zero_grad()
+    with pytest.raises(UnitOrderError) as caught:
+        engine.step(model, optimizer, None, [x], lambda m, b: m(b, first=first).mean())
+    return str(caught.value), gradient
+
+
+def true_gradient():
+    """Of the first block: the mean over both orders."""
+    torch.manual_seed(0)
+    model, x = Choosy(), torch.ones(2, 4)
+    (model(x, first=0).mean() / 2 + model(x, first=1).mean() / 2).backward()
+    return model.blocks[0].weight.grad.tolist()
+
+
+def test_the_order_is_one_over_replicas_too():
+    """Replicas reduce unit after unit: in another order one block gets the other's gradient."""
+    (wanted,) = run_ranks(true_gradient, 1, init=False)
+    for message, gradient in run_ranks(replicas_in_another_order, 4, init=False):
+        assert "rank 0 ran 'blocks.0', rank 2 'blocks.1'" in message
+        assert not torch.allclose(torch.tensor(gradient), torch.tensor(wanted), atol=1e-3)
+
+
 def raises_on_rank_1(degrees, accumulation, where):
     engine, model, optimizer = prepared(degrees, accumulation)
     x = torch.ones(2, 4)

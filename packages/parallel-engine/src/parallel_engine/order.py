@@ -3,6 +3,9 @@
 Units of equal shape that run in a different order on two ranks pair their all-gathers: each rank
 computes with a mix of both units' shards, and nothing raises. So each rank notes the order in which
 its units ran, and a short hash of it rides on the reduction that every step makes anyway.
+
+The order is one over all ranks, not only over those that share a copy of the weights: replicas
+reduce their gradients unit after unit, and pair them in the same blind way.
 """
 
 from __future__ import annotations
