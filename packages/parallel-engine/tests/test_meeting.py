@@ -4,10 +4,12 @@ import datetime
 import threading
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from parallel_config import ConfigError
 from parallel_config.environment import LaunchFacts
+from parallel_engine._ranks import choose_device
 from parallel_engine.meeting import fresh, meet
 
 
@@ -89,3 +91,13 @@ def test_an_address_that_leads_nowhere_is_named(port, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(ConfigError, match=f"MASTER_PORT = '{port}' cannot be used by rank 1"):
         meet(facts(rank=1, master_port=port), seconds(1))
+
+
+def test_more_ranks_than_devices_is_told_before_the_ranks_meet(monkeypatch):
+    monkeypatch.delenv("PARALLEL_DEVICE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert choose_device(None, facts(rank=1, local_rank=1)) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="LOCAL_RANK = 2, but this process sees 2 CUDA devices"):
+        choose_device(None, facts(rank=2, local_rank=2, world_size=4))
+    assert choose_device("cpu", facts(rank=2, local_rank=2)) == torch.device("cpu")

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from parallel_config import ConfigError, Problem
 from parallel_config.environment import LaunchFacts, requested_device
 from parallel_engine.meeting import meet
 
@@ -23,12 +24,31 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
-    """The device of this rank: as asked, else `PARALLEL_DEVICE`, else CUDA where there is one."""
+    """The device of this rank: as asked, else `PARALLEL_DEVICE`, else CUDA where there is one.
+
+    Raises:
+        ConfigError: there are more ranks on this host than CUDA devices.
+    """
     best = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device or requested_device() or best)
     if chosen == torch.device("cuda"):  # without an index
+        _require_device_of_its_own(facts)
         return torch.device("cuda", facts.local_rank)
     return chosen
+
+
+def _require_device_of_its_own(facts: LaunchFacts) -> None:
+    count = torch.cuda.device_count()
+    if facts.local_rank < count:
+        return
+    raise ConfigError(
+        Problem(
+            "LOCAL_RANK",
+            f"= {facts.local_rank}, but this process sees {count} CUDA devices.",
+            "Start one rank per device; under Slurm give each task all of the node's "
+            "(--gpus-per-node). PARALLEL_DEVICE=cpu runs without.",
+        )
+    )
 
 
 def connect(device: torch.device | str | None = None) -> LaunchFacts:
