@@ -298,16 +298,31 @@ def test_the_slurm_script_of_the_guide(start, slurm, undisturbed, tmp_path):
 # --- ranks that die ------------------------------------------------------------------------------
 
 
-def test_a_restarted_worker_ends_with_the_bytes_of_an_undisturbed_run(start, undisturbed, tmp_path):
-    process = start(
-        *TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, "--master-port", free_port(),
-        "-m", "parallel_train", "train", "--output_dir", "run", *FLAGS,
-    )  # fmt: skip
-    process.wait_for_step(15)
-    os.kill(process.ranks[1], signal.SIGKILL)
-    assert process.end() == 0, process.text
-    assert "rank 1 gives no answer: killed, or cut off" in process.text
-    assert f"resuming {tmp_path / 'run/checkpoints'}/0000" in process.text
+@pytest.mark.parametrize("num_agents", [1, 2])
+def test_a_restarted_worker_ends_with_the_bytes_of_an_undisturbed_run(
+    start, undisturbed, tmp_path, num_agents
+):
+    """With several agents each counts its own restarts: one saw a death, the other a newcomer."""
+    port = free_port()
+    meeting = [
+        "--nnodes", num_agents, "--rdzv-backend", "c10d", "--rdzv-id", "job",
+        "--rdzv-endpoint", f"127.0.0.1:{port}",
+    ]  # fmt: skip
+    agents = [
+        start(
+            *TORCHRUN, "--nproc-per-node", 2 // num_agents, "--max-restarts", 1,
+            *(meeting if num_agents > 1 else ["--master-port", port]),
+            "-m", "parallel_train", "train", "--output_dir", "run", *FLAGS,
+        )
+        for _ in range(num_agents)
+    ]  # fmt: skip
+    agents[0].wait_for_step(15)
+    ranks = {rank: pid for agent in agents for rank, pid in agent.ranks.items()}
+    os.kill(ranks[1], signal.SIGKILL)
+    assert [agent.end() for agent in agents] == [0] * num_agents, agents[0].text
+    text = "".join(agent.text for agent in agents)
+    assert "rank 0 leaves: rank 1 gives no answer: killed, or cut off" in text
+    assert f"resuming {tmp_path / 'run/checkpoints'}/0000" in text
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert weights(tmp_path / "run") == weights(undisturbed)
 
@@ -386,6 +401,20 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(train, tmp_path):
     newest, skipped = newest_intact(tmp_path / "run")
     assert newest == tmp_path / f"run/checkpoints/{steps_saved(tmp_path / 'run')[-1]:06d}"
     assert not skipped
+
+
+def test_a_signal_during_a_save_lets_it_finish(train, tmp_path):
+    process = train(
+        *ENDLESS, "--checkpoint.save_freq", 1, "--checkpoint.keep_last", 3, "--nproc_per_node", 2,
+    )  # fmt: skip
+    folder = tmp_path / "run/checkpoints"
+    process.wait_for(lambda: any(path.name.startswith(".0") for path in folder.glob(".*.tmp-*")))
+    process.popen.terminate()
+    assert process.end(90) == 75, process.text
+    newest, skipped = newest_intact(tmp_path / "run")
+    assert newest == folder / f"{rows(tmp_path / 'run')[-1]['step']:06d}"
+    assert not skipped
+    assert not list(folder.glob(".*"))
 
 
 def test_ranks_that_do_not_leave_within_the_grace_are_killed_and_named(train):
