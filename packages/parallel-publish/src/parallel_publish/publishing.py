@@ -6,6 +6,7 @@ sends it again.
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import uuid
@@ -18,6 +19,7 @@ from torch import nn
 from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
 from parallel_ckpt._ranks import all_ranks
 from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
+from parallel_ckpt.shards import unwrap
 from parallel_config import ConfigError
 from parallel_publish.bundle import (
     Dtype,
@@ -31,7 +33,7 @@ from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, render_c
 from parallel_publish.config import PublishConfig
 from parallel_publish.errors import PublishError
 from parallel_publish.hub import Target, check_disk, note, preflight, publish_files
-from parallel_publish.pretrained import save_pretrained
+from parallel_publish.pretrained import CONFIG, PreTrainedModel, save_pretrained
 from parallel_publish.processors import Processor
 from parallel_publish.sharing import shareable_bytes
 
@@ -135,8 +137,8 @@ def publish_trained_model(
     The ranks part as soon as the folder is written: only the main rank waits for the network, and
     returns how it went; the others return None. Where more collectives follow, call
     `stage_trained_model`, and `send` what it returns once they are over. `files` are documents
-    beside the weights, such as `config.json`. The model needs no methods, and none of its own is
-    called.
+    beside the weights, such as `config.json`, which a `PreTrainedModel` brings along. The model
+    needs no methods, and none of its own is called.
 
     Raises:
         ConfigError: the same on every rank, when the folder could not be written. A failed upload
@@ -178,6 +180,9 @@ def stage_trained_model(
     size = num_bytes(model)
     ranks.on_main(lambda: check_disk(folder, size))
     documents = dict(files or {}) | ({TRAIN_CONFIG: train_config} if train_config else {})
+    inner = unwrap(model)
+    if isinstance(inner, PreTrainedModel) and CONFIG not in documents:
+        documents[CONFIG] = ranks.attempt(lambda: json.dumps(inner.config_document(), indent=2))
     save_pretrained(
         model, folder, files=documents, processors=processors, max_shard_size=max_shard_size
     )
