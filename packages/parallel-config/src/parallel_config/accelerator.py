@@ -183,7 +183,7 @@ class AcceleratorConfig:
     cudnn_benchmark: bool = False
     """Let cuDNN time its algorithms and pick the fastest; the choice may differ between runs."""
     deterministic: bool = False
-    """Use deterministic algorithms only; needed for bit-exact resume on CUDA."""
+    """Use deterministic algorithms only; needed for bit-exact resume on CUDA and of DDP."""
 
     def __post_init__(self) -> None:
         if self.deterministic and self.cudnn_benchmark:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import AcceleratorConfig
 
@@ -19,3 +21,15 @@ def apply_determinism(config: AcceleratorConfig) -> None:
     if config.deterministic:
         # cuBLAS reads it when its first handle is made; without it deterministic mode raises.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def fix_buckets(model: nn.Module) -> None:
+    """Collective: every rank. Settle DDP's gradient buckets before the first backward.
+
+    Left alone, DDP sorts them anew after the first update of a process. More than two ranks then add
+    the same numbers in another order, so that a resumed run, which begins again with unsorted ones,
+    would differ from the run that went on in its last bits.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model.reducer._push_all_rebuilt_params()
+        model.reducer._rebuild_buckets()

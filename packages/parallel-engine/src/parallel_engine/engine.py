@@ -34,7 +34,7 @@ from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator
 from parallel_engine.alike import begin_alike
-from parallel_engine.determinism import apply_determinism
+from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
 from parallel_engine.loading import prepare_loader
@@ -177,6 +177,8 @@ class Engine:
             device_type=self.device.type,
             autocast_dtype=DTYPES[self.config.mixed_precision],
         )
+        if self.config.deterministic:
+            fix_buckets(wrapped)
         if policy:
             assert isinstance(optimizer, Optimizer)
             preflight.verify_sharded(wrapped, optimizer, replicated)
@@ -267,7 +269,7 @@ class Engine:
             require_filled(unwrap(model))
             self._values_missing = False
         last = index == count - 1
-        syncs = contextlib.nullcontext() if last else self.accelerator.no_sync(model)
+        syncs = contextlib.nullcontext() if last else without_sync(model)
         with self._failures.told(), undeclared_calls_explained(model), syncs:
             yield
 
@@ -373,6 +375,25 @@ class Engine:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP; any other as it is."""
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextlib.contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """Gradients of backward passes in here stay this rank's own; the next one outside sends all.
+
+    Not accelerate's: its state forgets on CPU that the model is sharded, see cpu_fsdp.py.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
 
 
 def _require(name: str, value: object, kind: type[Any]) -> None:
