@@ -13,6 +13,7 @@ from parallel_ckpt import StepFolder, load_weights, resolve_checkpoint
 from parallel_config.codec import parse
 from parallel_publish.pretrained import find_pretrained
 from parallel_train.data.spec import DataSpec
+from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.factory import build_policy
 from parallel_train.policies.pretrained import read_policy_document
 from parallel_train.processors import Preprocessor
@@ -29,6 +30,7 @@ class LoadedPolicy:
     model: nn.Module
     preprocessor: Preprocessor
     spec: DataSpec
+    config: PolicyConfig
 
     def select_action(self, batch: dict[str, Tensor]) -> Tensor:
         """The action [B, width] to execute now, in the dataset's units. Once per frame."""
@@ -51,7 +53,7 @@ class LoadedPolicy:
     def example_batch(self) -> dict[str, Tensor]:
         """A batch of one frame, all zeros, with everything that the policy may read."""
         batch = {name: torch.zeros(1, w) for name, w in self.spec.observation_vectors().items()}
-        for name in getattr(getattr(self.model, "config", None), "camera_names", ()):
+        for name in self.config.camera_names:
             height, width, channels = self.spec.cameras()[name]
             batch[name] = torch.zeros(1, channels, height, width, dtype=torch.uint8)
         return {**batch, "task_index": torch.zeros(1, dtype=torch.long)}
@@ -87,7 +89,7 @@ def load_policy(
     )
     model = build_policy(config, spec)
     load_weights(model, folder)
-    return LoadedPolicy(model.eval(), Preprocessor.from_pretrained(folder), spec)
+    return LoadedPolicy(model.eval(), Preprocessor.from_pretrained(folder), spec, config)
 
 
 def _find(path: str | Path, revision: str | None, token: str | None) -> Path:
