@@ -95,6 +95,25 @@ def test_damage_everywhere_is_refused_not_written_over(run, mode):
     assert decide("--output_dir", run).checkpoint is None
 
 
+def test_a_damaged_checkpoint_that_was_named_is_refused(run):
+    damage(run, 4)
+    named = Job(config=job().config, resume="must", checkpoint=run / "checkpoints/000004")
+    with pytest.raises(ConfigError, match=r"model\.safetensors has checksum"):
+        train(named, StopRequest())
+    assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
+
+
+def test_a_damaged_config_is_not_what_a_run_goes_on_with(run):
+    """Of a run folder the newest config that is intact counts, as with the weights."""
+    path = run / "checkpoints/000006/pretrained_model/train_config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"lr": 0.001', '"lr": 0.009'))
+    assert path.read_text() != text
+    assert parse(["resume", str(run)]).command.run.optimizer.lr == 0.001
+    path.unlink()
+    assert parse(["resume", str(run)]).command.run.steps == 6
+
+
 def test_must_needs_something_to_continue(tmp_path):
     with pytest.raises(ConfigError, match="Use --resume auto to start afresh in that case"):
         decide("--output_dir", tmp_path / "new", resume="must")

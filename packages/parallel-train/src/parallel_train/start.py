@@ -16,6 +16,7 @@ from parallel_ckpt import (
     resolve_checkpoint,
 )
 from parallel_ckpt import layout as ckpt_layout
+from parallel_ckpt.integrity import Verify
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.lock import RunLock
 from parallel_config import ConfigError, Problem, Topology, with_environment
@@ -44,6 +45,8 @@ class Start:
     topology: Topology
     checkpoint: Path | None = None
     """The step folder to continue; None starts afresh."""
+    verify: Verify = "fast"
+    """How its files are yet to be checked: the newest of a folder was chosen by its checksums."""
     changed: frozenset[str] = frozenset()
     """Paths of fields that differ from the checkpoint's config."""
     notes: tuple[str, ...] = ()
@@ -72,15 +75,19 @@ def decide_start(job: Job, *, world_size: int) -> Start:
         ConfigError: a run is in the way, there is none to continue, or its checkpoint is damaged
             or does not fit this launch.
     """
-    folder, checkpoint = from_main(lambda: _locate(job))
+    folder, named = from_main(lambda: _locate(job))
+    checkpoint = named
     notes = list(job.notes)
-    if checkpoint is None and job.resume != "never":
+    if named is None and job.resume != "never":
         notes += _mend(folder, world_size)
         checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
         notes += [f"skipped {path}: {reason}" for path, reason in skipped]
         if checkpoint is None and (skipped or job.resume == "must"):
             raise _nothing_intact(folder, notes)
-    return from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
+    start = from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
+    if named is None:
+        return start
+    return dataclasses.replace(start, verify=job.config.checkpoint.verify)
 
 
 def _nothing_intact(folder: RunFolder, notes: list[str]) -> ConfigError:

@@ -85,7 +85,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     from_main(lambda: check_tracking(config.logging))
     opened = None
     if start.checkpoint is not None:
-        opened = read_start(start.checkpoint, topology=start.topology, verify="fast")
+        opened = read_start(start.checkpoint, topology=start.topology, verify=start.verify)
     step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
     if step >= config.steps:
         if facts.is_main:

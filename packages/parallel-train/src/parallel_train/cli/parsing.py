@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import tyro
 from tyro.conf import AvoidSubcommands, EnumChoicesFromValues, subcommand
@@ -28,6 +28,9 @@ from parallel_train.cli.commands import (
 )
 from parallel_train.config import TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
+
+if TYPE_CHECKING:
+    from parallel_ckpt import StepFolder
 
 COMMANDS: dict[str, type[Any]] = {
     "train": TrainCommand,
@@ -131,11 +134,35 @@ def checkpoint_config(path: str, words: Sequence[str]) -> Loaded[TrainConfig]:
 
     Only registered policies resolve, unless the user repeats the path as `--policy.type`.
     """
-    from parallel_ckpt import resolve_checkpoint
-
-    file = Path(resolve_checkpoint(path)) / "pretrained_model" / "train_config.json"
     repeated = argv_flags.value_of(words, "policy.type")
-    return read_config(file, trusted=False, repeated_type=repeated)
+    return read_config(_config_file(path), trusted=False, repeated_type=repeated)
+
+
+def _config_file(path: str) -> Path:
+    """The config file of the checkpoint that is meant; of a run folder, the newest intact one.
+
+    The other files are checked later; a number that was damaged in this one would go unseen.
+    """
+    from parallel_ckpt import RunFolder, StepFolder, resolve_checkpoint
+
+    newest = StepFolder(resolve_checkpoint(path))
+    run = RunFolder(Path(path).expanduser().absolute())
+    if run.checkpoints.is_dir():
+        steps = [newest, *(run.step(step) for step in reversed(run.committed_steps()))]
+        newest = next(filter(_has_intact_config, steps), newest)
+    return newest.train_config
+
+
+def _has_intact_config(step: StepFolder) -> bool:
+    from parallel_ckpt import CheckpointError, read_manifest
+    from parallel_ckpt.integrity import file_problems
+
+    try:
+        name = step.train_config.relative_to(step.path).as_posix()
+        records = [record for record in read_manifest(step).files if record.path == name]
+    except CheckpointError:
+        return False
+    return bool(records) and not list(file_problems(step, records, "full"))
 
 
 def _with_policy(command: Any, words: Sequence[str]) -> Any:
