@@ -143,6 +143,34 @@ def test_save_pretrained_of_a_policy_comes_back(tmp_path, runs):
     assert torch.equal(answer(load_policy(tmp_path / "out")), answer(loaded))
 
 
+def test_wam_is_published_and_loaded_like_the_others(hub, tmp_path):
+    from parallel_publish import PublishConfig, publish_trained_model
+    from parallel_publish.hub import Target, preflight
+    from parallel_train.data.config import DatasetConfig
+    from parallel_train.data.metadata import read_metadata
+    from parallel_train.policies.wam.configuration import WAMConfig
+    from parallel_train.policies.wam.modeling import WAMPolicy
+
+    spec = read_metadata(DatasetConfig().folder).spec
+    torch.manual_seed(1)
+    model = WAMPolicy(WAMConfig(preset="tiny"), spec).eval()
+    config = PublishConfig(enable=True, repo_id="user/wam")
+    preflight(Target.of(config))
+    done = publish_trained_model(model, config, staging=tmp_path / "bundle")
+    assert done.ok, done.render()
+    again = WAMPolicy.from_pretrained("user/wam", meta=True)
+    assert (again.config, again.spec) == (model.config, model.spec)
+    expected = model.state_dict()
+    assert all(torch.equal(expected[name], value) for name, value in again.state_dict().items())
+    batch = {name: torch.full((1, w), 0.5) for name, w in spec.observation_vectors().items()}
+    batch["task_index"] = torch.zeros(1, dtype=torch.long)
+    actions = []
+    for policy in (model, again):
+        torch.manual_seed(2)
+        actions.append(policy.select_action(batch))
+    assert torch.equal(*actions)
+
+
 def test_a_dry_run_builds_all_and_asks_nobody(hub, runs, capsys):
     before = sorted(runs.rglob("*"))
     assert run(["publish", str(runs / "act"), "--repo_id", "user/model", "--dry_run"]) == 0
