@@ -1,8 +1,13 @@
 """Models and environments that are less tidy than the examples."""
 
+import dataclasses
+import os
+import shutil
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from parallel_config import (
     AcceleratorConfig,
@@ -95,6 +100,43 @@ def test_a_knob_does_not_change_the_numbers(config):
     plain = run_ranks(losses, 2, {}, init=False)[0]
     for found in run_ranks(losses, 2, {"dp_shard": -1}, config, init=False):
         assert found == pytest.approx(plain, rel=1e-5)
+
+
+def losses_of_compiled(backend):
+    """(losses, number of graphs) by kind, with and without recomputing; a broken graph raises."""
+    config = AcceleratorConfig(compile=CompileConfig(enable=True, backend=backend, fullgraph=True))
+    checkpointed = dataclasses.replace(
+        config, activation_checkpointing=ActivationCheckpointingConfig(mode="full")
+    )
+    found = []
+    for degrees in ({}, {"dp_shard": -1}):
+        for knobs in (config, checkpointed):
+            torch._dynamo.reset()
+            counters.clear()
+            found.append((losses(degrees, knobs), counters["stats"]["unique_graphs"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",
+        pytest.param(
+            "inductor",
+            marks=pytest.mark.skipif(
+                shutil.which(os.environ.get("CXX", "g++")) is None,
+                reason="inductor needs a C++ compiler",
+            ),
+        ),
+    ],
+)
+def test_units_compile_as_whole_graphs(backend):
+    plain = run_ranks(losses, 2, {}, init=False)[0]
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    for found in run_ranks(losses_of_compiled, 2, backend, init=False, env=env, timeout_s=300):
+        for numbers, num_graphs in found:
+            assert numbers == pytest.approx(plain, rel=1e-5)
+            assert num_graphs == 2  # for an input without and with a gradient
 
 
 def nan_on_rank_1(policy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -26,13 +27,21 @@ def checkpoint_units(
 
 
 def compile_units(units: Mapping[str, nn.Module], config: CompileConfig) -> None:
-    """Compile each unit's forward by itself: units of one class share the compiled code."""
+    """Compile each unit's forward by itself: units of one class share the compiled code.
+
+    The forward alone, not the call around it: that also runs the hooks which gather a unit's
+    weights, where every graph would break, and `fullgraph` fail.
+    """
     if not config.enable:
         return
+    mode = config.mode if config.backend == "inductor" else None
     for unit in units.values():
-        options = {"mode": config.mode} if config.backend == "inductor" else {}
-        unit.compile(
-            backend=config.backend, fullgraph=config.fullgraph, dynamic=config.dynamic, **options
+        unit.forward = torch.compile(
+            unit.forward,
+            backend=config.backend,
+            fullgraph=config.fullgraph,
+            dynamic=config.dynamic,
+            mode=mode,
         )
 
 
