@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_config import (
     AcceleratorConfig,
@@ -100,8 +101,135 @@ def test_figures_by_hand():
     assert by_name["blocks.1"].gather_bytes == 2 * block
     assert by_name["blocks.1"].shard_bytes == 2 * block
     assert planned.global_batch == 5 * 2 * 3
-    total = planned.num_params - 1
-    assert planned.comm_bytes_per_step == 3 * 2 * total * 2 // 2 + 4 * total // 2
+    assert (by_name["blocks.1"].gathers, by_name["(root)"].gathers) == (2, 1)
+    # The head's 7 rows become 8 for two ranks; the root stays gathered, so that it is sent once.
+    root = 8 * 10 + 8
+    others = 50 * 10 + 3 * block
+    assert by_name["(root)"].gather_bytes == 2 * root
+    gathered, reduced = 3 * (2 * root + 2 * 2 * others), 4 * (root + others)
+    scale = 4
+    assert planned.comm_bytes_per_step == (gathered + reduced) // 2 + scale
+    assert planned.accumulated_bytes == reduced
+    assert "keeps 12.3 KiB of whole gradients" in planned.warnings[-1]
+    assert planned.gather_peak_bytes == 2 * root + 2 * 2 * block
+
+
+class Sent(TorchDispatchMode):
+    """Name and bytes of what goes into and comes out of every collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if name.startswith("c10d."):
+            sizes = [num_bytes(arg) for arg in args[:2]]
+            self.calls.append((name.split(".")[1].strip("_").removesuffix("_base"), *sizes))
+        return func(*args, **(kwargs or {}))
+
+
+def num_bytes(value):
+    if torch.is_tensor(value):
+        return value.numel() * value.element_size()
+    return sum(map(num_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def collectives(degrees, config, dtype):
+    """Those of the second update, and whole gradients between its first two micro-batches."""
+    model = Model().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = Engine(parallelism=ParallelismConfig(**degrees), accelerator=config, device="cpu")
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    ids = torch.arange(4).reshape(2, 2)
+    window = [ids] * config.gradient_accumulation.steps
+    kept = []
+
+    def loss_fn(model, batch):
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [g for s in states for g in s._fsdp_param_groups]
+        params = [p for g in groups for p in g.fsdp_params]
+        whole = [p.unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
+        kept.append(sum(num_bytes(g) for g in whole if g is not None))
+        return model(batch).mean()
+
+    engine.step(model, optimizer, None, window, loss_fn)
+    kept.clear()
+    with Sent() as sent:
+        engine.step(model, optimizer, None, window, loss_fn)
+    return sent.calls, kept[-1]
+
+
+BF16 = AcceleratorConfig(
+    mixed_precision="bf16", gradient_accumulation=GradientAccumulationConfig(steps=2)
+)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "config", "dtype"),
+    [
+        (2, {"dp_shard": 2}, AcceleratorConfig(), torch.float64),
+        (2, {"dp_shard": 2}, BF16, torch.float32),
+        (4, {"dp_replicate": 2, "dp_shard": 2}, AcceleratorConfig(), torch.float32),
+        (2, {}, AcceleratorConfig(), torch.float32),
+    ],
+    ids=["fsdp float64", "fsdp bf16 accumulated", "hsdp", "ddp"],
+)
+def test_collectives_are_those_of_a_real_run(world_size, degrees, config, dtype):
+    planned = plan(lambda: Model().to(dtype), ParallelismConfig(**degrees), config, world_size)
+    calls, kept = run_ranks(
+        collectives, world_size, degrees, config, dtype, init=False, timeout_s=180
+    )[0]
+    steps = config.gradient_accumulation.steps
+    found = {name: sorted(c[1:] for c in calls if c[0] == name) for name, *_ in calls}
+    gathered = [u.gather_bytes for u in planned.units for _ in range(steps * u.gathers)]
+    assert [out for out, _ in found.get("allgather", [])] == sorted(gathered)
+    reduced = sorted(u.reduce_bytes for u in planned.units)
+    assert [whole for _, whole in found.get("reduce_scatter", [])] == reduced
+    # A few numbers ride on top: loss, weights and unit order of every update, and the norm.
+    riders = [40, 8] if planned.units else [40]
+    sums = [num_bytes for num_bytes, _ in found["allreduce"]]
+    for rider in riders:
+        sums.remove(rider)
+    received = sum(out - own for out, own in found.get("allgather", []))
+    received += sum(whole - own for own, whole in found.get("reduce_scatter", []))
+    own = dtype.itemsize  # the 0-dim scale is reduced over all ranks, shards over the replicas
+    if planned.units:
+        sums.remove(own)
+        received += 2 * own * (world_size - 1) / world_size
+    replicas = planned.dp_replicate
+    received += sum(2 * s * (replicas - 1) / replicas for s in sums)
+    assert planned.comm_bytes_per_step == round(received)
+    if steps > 1:
+        # The plan counts padded rows, the gradients have none.
+        assert kept <= planned.accumulated_bytes < 1.02 * kept
+    else:
+        assert kept == planned.accumulated_bytes == 0
+
+
+def test_an_engine_plans_its_own_config_for_any_launch():
+    engine = Engine(parallelism=ParallelismConfig(dp_shard=-1), accelerator=BF16, device="cpu")
+    planned = engine.plan(Model, 64, batch_size=3)
+    assert planned == plan(Model, ParallelismConfig(dp_shard=-1), BF16, 64, batch_size=3)
+    assert (planned.kind, planned.dp_shard, planned.global_batch) == ("fsdp", 64, 3 * 64 * 2)
+    assert engine.plan(Model).kind == "single"
+
+
+def plan_among_ranks():
+    with pytest.raises(RuntimeError, match="belongs to no process group"):
+        Engine(parallelism=ParallelismConfig(dp_shard=-1), device="cpu").plan(Model)
+
+
+def test_one_of_several_ranks_is_told_where_to_plan():
+    run_ranks(plan_among_ranks, 2, init=False)
+
+
+def test_masters_of_a_narrow_model_are_counted_in_fp32_on_every_kind():
+    config = AcceleratorConfig(mixed_precision="bf16")
+    for world_size, degrees in ((1, {}), (2, {}), (2, {"dp_shard": 2})):
+        planned = plan(lambda: Model().bfloat16(), ParallelismConfig(**degrees), config, world_size)
+        wide = plan(Model, ParallelismConfig(**degrees), config, world_size)
+        assert planned == wide
 
 
 def test_single_and_ddp_hold_everything():

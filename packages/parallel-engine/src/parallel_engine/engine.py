@@ -46,6 +46,7 @@ from parallel_engine.materialize import (
     shard_on_meta,
 )
 from parallel_engine.order import UnitOrder, moments, require_same
+from parallel_engine.plan import ShardPlan, plan
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
 from parallel_engine.wrapping import (
@@ -88,9 +89,8 @@ class Engine:
         self.facts = LaunchFacts.read()
         self.config, self.overridden = with_environment(accelerator or AcceleratorConfig())
         """What accelerate's variables changed in the config, where they are allowed to."""
-        self.topology: Topology = (parallelism or ParallelismConfig()).resolve(
-            self.facts.world_size
-        )
+        self._parallelism = parallelism or ParallelismConfig()
+        self.topology: Topology = self._parallelism.resolve(self.facts.world_size)
         for line in self.overridden if self.is_main else ():
             log.warning("the environment wins: %s", line)
         self.device = _ranks.choose_device(device, self.facts)
@@ -186,6 +186,25 @@ class Engine:
             self._log_units(wrapped, policy.source)
         self._model = wrapped
         return wrapped, optimizer, scheduler, prepare_loader(loader, accelerator, self.device)
+
+    def plan(
+        self,
+        model_factory: Callable[[], nn.Module],
+        world_size: int | None = None,
+        *,
+        batch_size: int = 1,
+    ) -> ShardPlan:
+        """What this config would do on `world_size` ranks, by default those of this launch.
+
+        The degrees are those that were given, resolved anew: `dp_shard=-1` fills any number. As
+        `parallel_engine.plan`, which needs no engine and so no degrees that fit this launch.
+
+        Raises:
+            ConfigError: the degrees do not fit, or nobody names wrap units.
+            RuntimeError: this process is one of several ranks.
+        """
+        ranks = self.topology.world_size if world_size is None else world_size
+        return plan(model_factory, self._parallelism, self.config, ranks, batch_size=batch_size)
 
     def accumulate(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
         """Windows of micro-batches, one per update, for as long as the caller asks.

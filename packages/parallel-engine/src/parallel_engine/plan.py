@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_config import AcceleratorConfig, ParallelismConfig, Topology, clean_fqn
 from parallel_engine import preflight
-from parallel_engine.accelerate_build import DTYPES, fsdp_plugin
+from parallel_engine.accelerate_build import fsdp_plugin, mixed_precision_policy
 from parallel_engine.wrapping import containers_out_of_size, resolve_wrap_policy
 
 _ADAM_STATES = 2
@@ -41,7 +41,12 @@ class UnitPlan:
     shard_bytes: int
     """Its parameters as rank 0 keeps them."""
     gather_bytes: int
-    """Its parameters whole, in the compute dtype: what one all-gather makes."""
+    """What one all-gather makes: its parameters whole, in the compute dtype, rows padded so that
+    every rank sends the same."""
+    reduce_bytes: int
+    """What one reduce-scatter takes: its gradients whole, in the reduction dtype, padded alike."""
+    gathers: int
+    """All-gathers in one micro-batch: 2, or 1 where it stays gathered from forward to backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +66,11 @@ class ShardPlan:
     grad_bytes: int
     optimizer_bytes: int
     """Two moments for each trainable element, as Adam keeps them."""
+    accumulated_bytes: int
+    """Whole gradients of a sharded model, which a rank keeps from one micro-batch to the next."""
     gather_peak_bytes: int
-    """The two largest neighbours in flight: one in use, one prefetched."""
+    """Units that stay gathered, and the two largest neighbours of the others: one in use, one
+    prefetched."""
     comm_bytes_per_step: int
     """Received by one rank in one optimizer update: ring all-gathers and reductions."""
     units: tuple[UnitPlan, ...]
@@ -76,14 +84,17 @@ class ShardPlan:
     def render(self) -> str:
         """The plan for a terminal."""
         degrees = f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard}"
-        held = self.param_bytes + self.grad_bytes + self.optimizer_bytes
+        held = self.param_bytes + self.grad_bytes + self.optimizer_bytes + self.accumulated_bytes
+        whole = (
+            f" + whole gradients {_size(self.accumulated_bytes)}" if self.accumulated_bytes else ""
+        )
         lines = [
             f"{self.kind} on {self.world_size} rank(s): {degrees}",
             f"parameters      {self.num_params:,} ({self.num_trainable:,} trainable)",
             f"global batch    {self.global_batch:,} = batch_size {self.batch_size} x "
             f"{self.world_size} ranks x accumulation {self.accumulation}",
             f"per rank        {_size(held)} = parameters {_size(self.param_bytes)} + gradients "
-            f"{_size(self.grad_bytes)} + optimizer {_size(self.optimizer_bytes)}",
+            f"{_size(self.grad_bytes)} + optimizer {_size(self.optimizer_bytes)}{whole}",
             f"gathered peak   {_size(self.gather_peak_bytes)} (activations come on top)",
             f"communication   {_size(self.comm_bytes_per_step)} received per rank and step",
         ]
@@ -115,16 +126,18 @@ def plan(
     topology = parallelism.resolve(world_size)
     with torch.device("meta"):
         model = model_factory()
+    preflight.widen_masters(model, accelerator)
     numbers = [(p.numel(), p.requires_grad) for p in model.parameters()]
     units: tuple[UnitPlan, ...] = ()
     if topology.is_sharded:
         with _fake_mesh(topology) as mesh:
             _shard(model, accelerator, mesh)
-            units = _units(model, accelerator)
+            units = _units(model, accelerator, topology.dp_shard)
     param_bytes = sum(_local_bytes(p) for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
     grad_bytes = sum(_local_bytes(p) for p in trained)
     steps = accelerator.gradient_accumulation.steps
+    accumulated = sum(unit.reduce_bytes for unit in units) if steps > 1 else 0
     return ShardPlan(
         kind=topology.kind.value,
         world_size=world_size,
@@ -138,10 +151,11 @@ def plan(
         param_bytes=param_bytes,
         grad_bytes=grad_bytes,
         optimizer_bytes=_ADAM_STATES * grad_bytes,
-        gather_peak_bytes=_gather_peak(units, accelerator),
+        accumulated_bytes=accumulated,
+        gather_peak_bytes=_gather_peak(units),
         comm_bytes_per_step=_communication(model, units, topology, accelerator),
         units=units,
-        warnings=tuple(_warnings(units)),
+        warnings=(*_warnings(units), *_accumulation_warning(accumulated, steps)),
     )
 
 
@@ -151,7 +165,10 @@ def _fake_mesh(topology: Topology) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise RuntimeError("plan() needs a process without a process group: call it before Engine")
+        raise RuntimeError(
+            "a plan is made in one process that belongs to no process group: call "
+            "parallel_engine.plan before the Engine of several ranks, or without a launcher"
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=topology.world_size)
     try:
         axes = {"replicate": topology.dp_replicate, "shard": topology.dp_shard}
@@ -177,37 +194,52 @@ def _shard(model: nn.Module, config: AcceleratorConfig, mesh: DeviceMesh) -> Non
         fsdp2_prepare_model(stand_in, model)
 
 
-def _units(model: nn.Module, config: AcceleratorConfig) -> tuple[UnitPlan, ...]:
-    compute = DTYPES[config.mixed_precision]
+def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[UnitPlan, ...]:
+    policy = mixed_precision_policy(config)
     names = {id(module): clean_fqn(name) or "(root)" for name, module in model.named_modules()}
     seen: set[int] = set()
     units = []
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
             if id(group) in seen:
                 continue
             seen.add(id(group))
+            # FSDP2 decides for the root in its first forward: it stays gathered.
+            stays = group.post_forward_mesh_info is None or state._auto_reshard_after_forward
             shards = [param.sharded_param for param in group.fsdp_params]
+            padded = {
+                id(param.sharded_param): dp_shard * param.padded_sharded_param_size.numel()
+                for param in group.fsdp_params
+            }
             units.append(
                 UnitPlan(
                     name="+".join(names[id(m)] for m in group.modules),
                     num_params=sum(p.numel() for p in shards),
                     shard_bytes=sum(_local_bytes(p) for p in shards),
-                    gather_bytes=sum(p.numel() * (compute or p.dtype).itemsize for p in shards),
+                    gather_bytes=sum(padded[id(p)] * _width(p, policy.param_dtype) for p in shards),
+                    reduce_bytes=sum(
+                        padded[id(p)] * _width(p, policy.reduce_dtype or policy.param_dtype)
+                        for p in shards
+                        if p.requires_grad
+                    ),
+                    gathers=1 if stays else 2,
                 )
             )
     return tuple(units)
 
 
-def _gather_peak(units: tuple[UnitPlan, ...], config: AcceleratorConfig) -> int:
-    sizes = [unit.gather_bytes for unit in units]
-    if not config.fsdp.reshard_after_forward:
-        return sum(sizes)
-    if len(sizes) < 2:
-        return sum(sizes)
-    return max(a + b for a, b in itertools.pairwise(sizes))
+def _width(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return (dtype or parameter.dtype).itemsize
+
+
+def _gather_peak(units: tuple[UnitPlan, ...]) -> int:
+    staying = sum(unit.gather_bytes for unit in units if unit.gathers == 1)
+    passing = [unit.gather_bytes for unit in units if unit.gathers > 1]
+    pairs = [a + b for a, b in itertools.pairwise(passing)]
+    return staying + max(pairs or passing or [0])
 
 
 def _communication(
@@ -215,17 +247,27 @@ def _communication(
 ) -> int:
     """Ring figures: a gather of S bytes over n ranks receives S(n-1)/n, an all-reduce twice it."""
     steps = config.gradient_accumulation.steps
-    whole = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
-    if not topology.is_sharded:
-        return 2 * whole * (topology.world_size - 1) // topology.world_size
-    gathers = 2 if config.fsdp.reshard_after_forward else 1
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # What FSDP2 leaves alone, and under DDP everything, is reduced whole.
+    whole = sum(_local_bytes(p) for p in trained if not isinstance(p, DTensor))
+    total = _all_reduce(whole, topology.world_size)
     part = (topology.dp_shard - 1) / topology.dp_shard
-    gathered = steps * gathers * part * sum(unit.gather_bytes for unit in units)
-    trained = [p for p in model.parameters() if p.requires_grad and isinstance(p, DTensor)]
-    width = (DTYPES[config.fsdp.reduce_dtype] or torch.float32).itemsize
-    gradients = width * sum(p.numel() for p in trained)
-    replicas = 2 * (topology.dp_replicate - 1) / topology.dp_replicate / topology.dp_shard
-    return int(gathered + gradients * (part + replicas))
+    for unit in units:
+        total += steps * unit.gathers * unit.gather_bytes * part + unit.reduce_bytes * part
+        total += _all_reduce(unit.reduce_bytes / topology.dp_shard, topology.dp_replicate)
+    return round(total)
+
+
+def _all_reduce(num_bytes: float, num_ranks: int) -> float:
+    return 2 * num_bytes * (num_ranks - 1) / num_ranks
+
+
+def _accumulation_warning(accumulated: int, steps: int) -> Iterator[str]:
+    if accumulated:
+        yield (
+            f"with {steps} micro-batches per update each rank keeps {_size(accumulated)} of whole "
+            "gradients from one to the next (--accelerator.gradient_accumulation.steps 1 does not)"
+        )
 
 
 def _warnings(units: tuple[UnitPlan, ...]) -> Iterator[str]:
