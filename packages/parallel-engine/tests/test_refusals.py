@@ -108,6 +108,31 @@ def test_a_parameter_tied_across_units(one, other, shown):
     assert "--accelerator.fsdp.ignored_modules" in text
 
 
+class Views(Net):
+    """Two parameters cut from one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        both = torch.zeros(8, 4)
+        self.whole, self.upper = nn.Parameter(both), nn.Parameter(both[:4])
+
+
+def test_parameters_that_share_memory():
+    text = refusal(Views())
+    assert text.startswith("model.upper lies at the same address as whole: sharded they would be")
+    model = Views()
+    model.upper = nn.Parameter(model.upper.detach().clone())
+    preflight.check(model, torch.optim.SGD(model.parameters()), AcceleratorConfig(), SHARDED, CPU)
+
+
+def test_a_misspelt_module_to_ignore():
+    text = refusal(Net(), fsdp=FSDPConfig(ignored_modules=("hed",)))
+    assert text == (
+        "accelerator.fsdp.ignored_modules = ['hed'], but the model has no module 'hed'. "
+        "Did you mean 'head'?"
+    )
+
+
 def test_every_problem_is_told_at_once():
     fsdp = FSDPConfig(wrap_modules=("Blok",), ignored_modules=("hed",))
     text = refusal(

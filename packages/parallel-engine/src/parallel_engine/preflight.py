@@ -34,6 +34,7 @@ def check(
         *_precision_problems(config, topology, device),
         *_ignored_problems(model, config),
         *(_unit_problems(model, config) if topology.is_sharded else ()),
+        *(_memory_problems(model) if topology.is_sharded else ()),
     ]
     if problems:
         raise ConfigError(problems)
@@ -45,7 +46,8 @@ def ignored_modules(model: nn.Module, config: AcceleratorConfig) -> list[nn.Modu
     FSDP2 cannot cut a 0-dim parameter; it is replicated and its gradient averaged like that of an
     ignored module.
     """
-    named = [model.get_submodule(name) for name in config.fsdp.ignored_modules]
+    modules = dict(model.named_modules())
+    named = [modules[name] for name in config.fsdp.ignored_modules if name in modules]
     scalars = [p for p in model.parameters() if p.ndim == 0]
     if not scalars:
         return named
@@ -162,6 +164,26 @@ def _unit_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[Prob
                 "Name the class of a module that holds them all "
                 "(--accelerator.fsdp.wrap_modules), keep them out of units, or leave one of the "
                 "modules whole (--accelerator.fsdp.ignored_modules).",
+            )
+
+
+def _memory_problems(model: nn.Module) -> Iterator[Problem]:
+    """Accelerate finds the optimizer's parameters by their addresses, which must therefore differ.
+
+    Parameters without an element all lie at address 0.
+    """
+    homes: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.requires_grad:
+            continue
+        other = homes.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            yield Problem(
+                f"model.{name}",
+                f"lies at the same address as {other}: sharded they would be two, and the "
+                "optimizer would lose one.",
+                "Give it memory of its own (nn.Parameter(x.clone())), make both the same "
+                "nn.Parameter, or freeze it.",
             )
 
 
