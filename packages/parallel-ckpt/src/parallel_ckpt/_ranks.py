@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 MAIN = 0
 DEADLINE_S = 1800.0
 """How long ranks wait for one another before they give up with an error."""
+ENTRY_S = 300.0
+"""How long a rank waits for the others to make the same call, before any of them does its work."""
 
 T = TypeVar("T")
 
@@ -31,16 +35,41 @@ class Ranks:
     """A gloo group of our own, so that nothing here meets the training's collectives."""
 
     @classmethod
-    def join(cls, deadline_s: float = DEADLINE_S) -> Ranks:
-        """Collective: every rank. Form a group of all ranks with a deadline of its own."""
+    def join(cls, deadline_s: float = DEADLINE_S, call: str = "parallel_ckpt") -> Ranks:
+        """Collective: every rank. Form a group of all ranks with a deadline of its own.
+
+        Raises:
+            CheckpointError: as for `enter`.
+        """
         if not _is_running():
             return cls()
         import torch.distributed as dist
 
-        timeout = datetime.timedelta(seconds=deadline_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        begin, entry = time.monotonic(), datetime.timedelta(seconds=ENTRY_S)
+        try:
+            group = dist.new_group(backend="gloo", timeout=entry)
+        except RuntimeError as error:
+            raise _not_all_here(call, error, time.monotonic() - begin) from error
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
+        _set_timeout(group, datetime.timedelta(seconds=deadline_s))
         return cls(dist.get_rank(), dist.get_world_size(), group)
+
+    def enter(self, call: str) -> None:
+        """Collective: every rank. Meet before the work of a public call begins.
+
+        Raises:
+            CheckpointError: a rank is gone, or does not make the call within `ENTRY_S`: as when
+                only the main rank makes it. The others would wait for their own deadlines.
+        """
+        if self.group is None:
+            return
+        import torch.distributed as dist
+
+        begin, timeout = time.monotonic(), datetime.timedelta(seconds=ENTRY_S)
+        try:
+            dist.monitored_barrier(self.group, timeout=timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise _not_all_here(call, error, time.monotonic() - begin) from error
 
     def leave(self) -> None:
         """Collective: every rank. Dissolve the group, unless all groups are gone already."""
@@ -108,6 +137,26 @@ class Ranks:
         return self.attempt_all(lambda: act() if self.is_main else None)[MAIN]  # type: ignore[return-value]
 
 
+def _not_all_here(call: str, error: RuntimeError, waited_s: float) -> CheckpointError:
+    absent = re.findall(r"Ranks? ([\d, ]+) failed to pass", str(error))
+    who = f"ranks [{absent[-1].strip()}]" if absent else "another rank"
+    if waited_s < 0.9 * ENTRY_S:
+        return CheckpointError.of(call, f"was left by {who}, gone while others were in it.")
+    return CheckpointError.of(
+        call,
+        f"was not made by {who} within {ENTRY_S:g} s.",
+        "Every rank makes this call; it stands under no condition on the rank.",
+    )
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    from torch.distributed import distributed_c10d
+
+    # Renamed in torch 2.15, where the former name warns.
+    name = "set_timeout" if hasattr(distributed_c10d, "set_timeout") else "_set_pg_timeout"
+    getattr(distributed_c10d, name)(timeout, group)
+
+
 def describe(error: BaseException, rank: int) -> ConfigError:
     """What all ranks are told of one rank's error."""
     if isinstance(error, ConfigError):
@@ -131,10 +180,11 @@ _shared: dict[Any, Ranks] = {}
 """By process group."""
 
 
-def all_ranks() -> Ranks:
+def all_ranks(call: str = "parallel_ckpt") -> Ranks:
     """Collective: every rank. The group that free functions share, formed at the first call.
 
-    It is remembered per process group, because groups are scarce and are freed only together.
+    `call` is what an error calls the function that a rank does not make. The group is remembered
+    per process group, because groups are scarce and are freed only together.
     """
     if not _is_running():
         return Ranks()
@@ -144,5 +194,6 @@ def all_ranks() -> Ranks:
     assert world is not None
     if world not in _shared:
         _shared.clear()
-        _shared[world] = Ranks.join()
+        _shared[world] = Ranks.join(call=call)
+    _shared[world].enter(call)
     return _shared[world]

@@ -102,8 +102,10 @@ class RunLock:
 
         Raises:
             CheckpointError: another process has taken it over.
+            OSError: it cannot be read.
         """
         if not self.is_held:
+            self.path.read_bytes()  # what may not be read was not taken over for all we know
             raise CheckpointError.of(
                 self.path,
                 f"was taken over by {read_holder(self.path) or 'another process'}.",

@@ -58,7 +58,7 @@ def newest_intact(
     The second value lists the newer ones that were skipped, each with the reason. Newest is what
     was committed last.
     """
-    ranks = all_ranks()
+    ranks = all_ranks("newest_intact")
     run = RunFolder(Path(run_dir).expanduser().absolute())
     skipped: list[tuple[Path, str]] = []
     for path in ranks.on_main(lambda: _newest_first(run)):

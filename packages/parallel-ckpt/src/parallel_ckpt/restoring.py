@@ -87,7 +87,7 @@ def read_start(path: str | Path, *, topology: Topology, verify: Verify = "full")
         CheckpointNotFound: there is no checkpoint; the same on every rank.
         DamagedCheckpoint: a file is missing or differs; the same on every rank.
     """
-    ranks = all_ranks()
+    ranks = all_ranks("read_start")
     folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
     manifest = verify_on_all(folder, verify, ranks)
     return ranks.attempt(lambda: _read_start(folder, manifest, topology, ranks))
@@ -114,7 +114,7 @@ def restore(
             precision; nothing has been changed then.
         DamagedCheckpoint: what is stored cannot be read.
     """
-    ranks = all_ranks()
+    ranks = all_ranks("restore")
     folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
     plan = ranks.attempt(lambda: _plan(folder, model, optimizer))
     ranks.attempt(lambda: fill_all(plan.source, plan.weights, plan.keys))
@@ -136,7 +136,7 @@ def load_weights(model: nn.Module, path: str | Path, *, allow_cast: bool = False
     Raises:
         StateMismatch: as for `restore`; nothing has been changed then.
     """
-    ranks = all_ranks()
+    ranks = all_ranks("load_weights")
     where = Path(ranks.on_main(lambda: str(_weights_folder(path))))
 
     def plan() -> tuple[Source, dict[str, Shard], dict[str, str]]:

@@ -87,7 +87,7 @@ class CheckpointSaver:
         self._provenance = dict(provenance or {})
         self._on_note = on_note
         self._on_commit = on_commit
-        self._ranks = Ranks.join(deadline_s)
+        self._ranks = Ranks.join(deadline_s, "CheckpointSaver")
         self._background_ranks = self._ranks
         self._lock: RunLock | None = None
         self._pending: Background[Path] | None = None
@@ -98,7 +98,7 @@ class CheckpointSaver:
             self._release()
             raise
         if self._config.async_save:
-            self._background_ranks = Ranks.join(deadline_s)
+            self._background_ranks = Ranks.join(deadline_s, "CheckpointSaver")
 
     def __enter__(self) -> CheckpointSaver:
         return self
@@ -128,6 +128,7 @@ class CheckpointSaver:
                 and `last` are untouched.
         """
         self.wait()
+        self._ranks.enter("CheckpointSaver.save")
         snapshot = self._agreed_snapshot(
             step=step,
             samples_seen=samples_seen,

@@ -45,7 +45,7 @@ def save_weights(model: nn.Module, folder: Path, *, max_shard_bytes: int = 5 * 1
     Raises:
         CheckpointError: the same on every rank when any rank failed.
     """
-    ranks = all_ranks()
+    ranks = all_ranks("save_weights")
     shards = ranks.attempt(lambda: model_shards(model))
     ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     return write_safetensors(folder, shards, ranks, max_shard_bytes)
