@@ -1,8 +1,10 @@
 """Models and environments that are less tidy than the examples."""
 
 import dataclasses
+import logging
 import os
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -81,6 +83,45 @@ def calls_an_undeclared_method():
 def test_an_undeclared_method_names_the_remedy_and_leaves_the_model_usable():
     wanted = run_ranks(losses, 2, {"dp_shard": -1}, init=False)
     assert run_ranks(calls_an_undeclared_method, 2, init=False) == wanted
+
+
+def calls_an_undeclared_method_under_ddp():
+    engine, model, optimizer = prepared({})
+    x = batch_of(engine)
+    wanted = pytest.raises(AttributeError, match=r'_fsdp_forward_methods = \("undeclared",\)')
+    with wanted, engine.micro_batch(model, 0, 1):
+        model.undeclared(x)
+    unknown = pytest.raises(AttributeError, match="has no attribute 'unknown'")
+    with unknown, engine.micro_batch(model, 0, 1):
+        model.unknown(x)
+    return engine.step(model, optimizer, None, [x], mean_square).loss
+
+
+def test_an_undeclared_method_under_ddp_names_the_remedy_too():
+    found = run_ranks(calls_an_undeclared_method_under_ddp, 2, init=False)
+    assert found == [losses_of[0] for losses_of in run_ranks(losses, 2, {}, init=False)]
+
+
+def logged_units():
+    """What the main rank says about the units, and warnings on the way there."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("parallel_engine").addHandler(handler)
+    logging.getLogger("parallel_engine").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepared({"dp_shard": -1})
+    return lines
+
+
+def test_number_and_size_of_units_are_logged_once():
+    main, other = run_ranks(logged_units, 2, init=False)
+    assert main == [
+        "3 wrap units (Model._fsdp_wrap_modules), with their parameters: "
+        "(root) 10; blocks.0 20; blocks.1 20"
+    ]
+    assert other == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -158,6 +159,14 @@ def _ddp_handler(config: AcceleratorConfig) -> DistributedDataParallelKwargs:
         gradient_as_bucket_view=config.ddp.gradient_as_bucket_view,
         broadcast_buffers=config.ddp.broadcast_buffers,
     )
+
+
+@contextlib.contextmanager
+def without_mesh_warnings() -> Iterator[None]:
+    """Around accelerate's `prepare`, whose way to cut its mesh is deprecated in torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim")
+        yield
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from parallel_config import (
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
-from parallel_engine.accelerate_build import DTYPES, build_accelerator
+from parallel_engine.accelerate_build import DTYPES, build_accelerator, without_mesh_warnings
 from parallel_engine.alike import begin_alike
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
@@ -54,6 +54,7 @@ from parallel_engine.wrapping import (
     containers_out_of_size,
     forward_methods,
     resolve_wrap_policy,
+    unit_sizes,
     wrap_units,
 )
 
@@ -159,7 +160,7 @@ class Engine:
         ignored = preflight.ignored_modules(model, self.config) if policy else []
         replicated = _names_of(model, ignored)
         accelerator = self._before_wrapping(model, policy, ignored)
-        with containers_out_of_size(model, policy):
+        with containers_out_of_size(model, policy), without_mesh_warnings():
             if built_late:
                 wrapped = shard_on_meta(model, accelerator)
             else:
@@ -385,10 +386,13 @@ class Engine:
 
     def _log_units(self, model: nn.Module, source: str) -> None:
         if self.is_main:
-            units = [
-                name or "(root)" for name, m in model.named_modules() if isinstance(m, FSDPModule)
-            ]
-            log.info("%d wrap units (%s): %s", len(units), source, ", ".join(units[:20]))
+            sizes = unit_sizes(model)
+            shown = [f"{name or '(root)'} {size:,}" for name, size in sizes.items()]
+            more = " ..." if len(shown) > 20 else ""
+            log.info(
+                "%d wrap units (%s), with their parameters: %s%s",
+                len(sizes), source, "; ".join(shown[:20]), more,
+            )  # fmt: skip
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -51,6 +51,7 @@ def undeclared_calls_explained(model: nn.Module) -> Iterator[None]:
 
     Raises:
         RuntimeError: a method that was not declared met shards; says how to declare it.
+        AttributeError: DDP's wrapper has no such method; says the same.
     """
     try:
         yield
@@ -59,9 +60,26 @@ def undeclared_calls_explained(model: nn.Module) -> Iterator[None]:
             raise
         owner = type(model).__name__.removeprefix("FSDP")  # fully_shard renames the class
         raise RuntimeError(
-            f"a method of {owner} other than forward met sharded parameters. Name it in "
-            f'{owner}._fsdp_forward_methods = ("<method>",), so that they are gathered around it.'
+            f"a method of {owner} other than forward met sharded parameters. "
+            + _declare(owner, "<method>")
         ) from error
+    except AttributeError as error:
+        if error.obj is not model or not isinstance(model, DistributedDataParallel):
+            raise
+        name = error.name or ""
+        if not callable(getattr(model.module, name, None)):
+            raise
+        owner = type(model.module).__name__
+        raise AttributeError(
+            f"{owner}.{name} was called on DDP's wrapper, which would not reduce its "
+            "gradients. " + _declare(owner, name)
+        ) from error
+
+
+def _declare(owner: str, name: str) -> str:
+    return (
+        f'Name it in {owner}._fsdp_forward_methods = ("{name}",), so that it works on every kind.'
+    )
 
 
 def _under_autocast(

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from parallel_config import ConfigError, FSDPConfig, Problem
+from parallel_config import ConfigError, FSDPConfig, Problem, clean_fqn
 from parallel_config.errors import nearest
 
 
@@ -54,6 +55,16 @@ def resolve_wrap_policy(model: nn.Module, config: FSDPConfig) -> WrapPolicy:
 def wrap_units(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     """The modules below the root that become units, by FQN."""
     return {name: m for name, m in model.named_modules() if name and policy.matches(m)}
+
+
+def unit_sizes(model: nn.Module) -> dict[str, int]:
+    """Parameters of each unit of a sharded model, those of units in it left out; root is ""."""
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    sizes = {clean_fqn(name): 0 for name in units}
+    for name, parameter in model.named_parameters():
+        owner = max((u for u in units if not u or name.startswith(f"{u}.")), key=len)
+        sizes[clean_fqn(owner)] += parameter.numel()
+    return sizes
 
 
 def forward_methods(model: nn.Module) -> tuple[str, ...]:
