@@ -1,5 +1,7 @@
 """What cannot train is refused before it starts, with the name and the way out."""
 
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from parallel_config import (
     ConfigError,
     DDPConfig,
     FSDPConfig,
+    GradientAccumulationConfig,
     ParallelismConfig,
     Topology,
 )
@@ -199,9 +202,38 @@ def test_the_remedies_for_a_tie_work():
             assert losses[2] < losses[1] < losses[0]
 
 
-def other_models(degrees):
-    import os
+OTHER = [
+    ({"mixed_precision": "bf16"}, "accelerator.mixed_precision = 'no'", "'bf16'"),
+    (
+        {"gradient_accumulation": GradientAccumulationConfig(steps=2)},
+        "accelerator.gradient_accumulation.steps = 1",
+        "steps = 2",
+    ),
+    ({"degrees": {"dp_replicate": 2}}, "topology.dp_replicate = 1", "dp_replicate = 2"),
+]
 
+
+def other_configs():
+    """Rank 1 starts with something else, one thing after another."""
+    found = []
+    for options, _, _ in OTHER:
+        mine = options if os.environ["RANK"] == "1" else {}
+        with pytest.raises(ConfigError) as caught:
+            start(Net(), **mine)
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_with_other_configs_are_told_the_first_difference():
+    for found in run_ranks(other_configs, 2, init=False):
+        for text, (_, first, other) in zip(found, OTHER, strict=True):
+            assert text.startswith(
+                f"config differs between ranks: where rank 0 has {first}, rank 1"
+            )
+            assert other in text
+
+
+def other_models(degrees):
     model = Net()
     if os.environ["RANK"] == "1":
         model.head = nn.Linear(4, 5)

@@ -1,4 +1,4 @@
-"""Every rank begins with the same model: the same tensors, with the main rank's values.
+"""Every rank begins with the same config and model: the same tensors, with the main rank's values.
 
 FSDP2 cuts what each rank built by itself. Ranks that drew other numbers would begin with a model
 that nobody made, and under HSDP with replicas that never become equal. DDP sends parameters, but
@@ -7,18 +7,36 @@ buffers only when it keeps sending them.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from itertools import zip_longest
+from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_config import ConfigError, Problem, clean_fqn
+from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, clean_fqn
 
 log = logging.getLogger("parallel_engine")
+
+
+def require_same_config(
+    config: AcceleratorConfig, topology: Topology, device: torch.device
+) -> None:
+    """Collective: every rank. Ranks of other settings would wait for one another for ever.
+
+    Raises:
+        ConfigError: on every rank, with the first field that differs.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mine = [*_fields("accelerator", config), *_fields("topology", topology)]
+    _require_same(
+        [*mine, f"device = {device.type}"], "config", "Start every rank with the same config."
+    )
 
 
 def begin_alike(model: nn.Module, device: torch.device) -> None:
@@ -31,7 +49,7 @@ def begin_alike(model: nn.Module, device: torch.device) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    _require_same(list(_described(model)))
+    _require_same(list(_described(model)), "model", "Build it from the same config on every rank.")
     tensors = dict(_tensors(model))
     changed = [name for name, tensor in tensors.items() if not _take_mains(tensor, device)]
     _tell(changed, len(tensors))
@@ -49,7 +67,16 @@ def _described(model: nn.Module) -> Iterator[str]:
         yield f"{clean_fqn(name)} {list(tensor.shape)} {dtype}{trains}"
 
 
-def _require_same(mine: list[str]) -> None:
+def _fields(path: str, value: Any) -> Iterator[str]:
+    """A line for each field of nested dataclasses."""
+    if not dataclasses.is_dataclass(value):
+        yield f"{path} = {value!r}"
+        return
+    for field in dataclasses.fields(value):
+        yield from _fields(f"{path}.{field.name}", getattr(value, field.name))
+
+
+def _require_same(mine: list[str], what: str, remedy: str) -> None:
     """A short hash first: the list of a large model on many ranks is long."""
     value = crc32("\n".join(mine).encode())
     hashes: list[int] = [0] * dist.get_world_size()
@@ -63,9 +90,9 @@ def _require_same(mine: list[str]) -> None:
     first, other = next((a, b) for a, b in pairs if a != b)
     raise ConfigError(
         Problem(
-            "model",
+            what,
             f"differs between ranks: where rank 0 has {first}, rank {rank} has {other}.",
-            "Build it from the same config on every rank.",
+            remedy,
         )
     )
 

@@ -33,7 +33,7 @@ from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator, without_mesh_warnings
-from parallel_engine.alike import begin_alike
+from parallel_engine.alike import begin_alike, require_same_config
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
@@ -150,6 +150,7 @@ class Engine:
         if self._accelerator is not None:
             raise RuntimeError("an Engine prepares one model and one optimizer; make another one")
         names = _ranks.together(lambda: self._check(model, optimizer, scheduler))
+        require_same_config(self.config, self.topology, self.device)
         sharded, on_meta = self.topology.is_sharded, is_on_meta(model)
         built_late = sharded and any(p.is_meta for p in model.parameters())
         if not sharded:
