@@ -128,6 +128,8 @@ def _wait_for_writer(folder: RunFolder) -> list[str]:
             lock, notes = RunLock.acquire(ckpt_layout.RunFolder(folder.path).lock)
             lock.release()
             return notes
+        except OSError:
+            return []  # the saver, which comes next, meets the same and says it in one line
         except CheckpointError as error:
             if time.monotonic() > deadline:
                 raise
