@@ -425,5 +425,5 @@ def accelerate_on_meta():
 
 
 def test_accelerate_loses_the_parameters_of_a_model_on_meta():
-    """Once it does not, materialize.shard_on_meta need not hide the optimizer from it."""
+    """Once it does not, materialize.shard_alone need not hide the optimizer from it."""
     assert run_ranks(accelerate_on_meta, 2) == [1, 1]

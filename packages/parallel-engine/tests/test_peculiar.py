@@ -153,8 +153,32 @@ def all_to_rank_0(engine, batch, accumulation):
     return [batch if engine.rank == 0 else batch[:0]]
 
 
-def case(model=Net, loss_fn=mean_square, *, cut=share, clip=0.3, accumulation=1, **config):
-    return model, loss_fn, cut, clip, accumulation, config
+def two_groups(model):
+    """Weights decay, biases do not and learn faster."""
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW(
+        [{"params": biases, "weight_decay": 0.0, "lr": 3e-2}, {"params": weights}], lr=1e-2
+    )
+
+
+def adagrad(model):
+    """Makes its state in the constructor, so that it must see the shards."""
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.1)
+
+
+def case(
+    model=Net,
+    loss_fn=mean_square,
+    *,
+    cut=share,
+    clip=0.3,
+    accumulation=1,
+    optimizer=None,
+    late=None,
+    **config,
+):
+    return model, loss_fn, cut, clip, accumulation, optimizer, late, config
 
 
 CASES = {
@@ -173,16 +197,20 @@ CASES = {
     "masked_accumulated": case(loss_fn=masked, accumulation=2),
     "tiny_clip": case(clip=1e-6),
     "no_gradient": case(loss_fn=nothing),
+    "two_groups": case(optimizer=two_groups),
+    "two_groups_late": case(late=two_groups),
+    "adagrad": case(late=adagrad),
     "by_size": case(fsdp=FSDPConfig(min_num_params=20)),
 }  # fmt: skip
 
 
 def train(degrees, name):
     """(sharded parameters, reports, weights and buffers whole, actions) of one case."""
-    build, loss_fn, cut, clip, accumulation, config = CASES[name]
+    build, loss_fn, cut, clip, accumulation, early, late, config = CASES[name]
     model = build() if build is not OddModel else OddModel(seed=None)
     model = model.double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    early = early or (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2))
+    optimizer = late or early(model)
     engine = Engine(
         parallelism=ParallelismConfig(**degrees),
         accelerator=AcceleratorConfig(
@@ -191,6 +219,8 @@ def train(degrees, name):
         device="cpu",
     )
     model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    entries = sum(len(state) for state in optimizer.state_dict()["state"].values())
+    assert entries == (20 if name == "adagrad" else 0)
     reports = []
     for step in range(STEPS):
         window = cut(engine, rows(step), accumulation)

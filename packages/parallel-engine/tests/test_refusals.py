@@ -79,6 +79,7 @@ def test_state_from_the_constructor_would_stay_with_the_whole_parameters():
     model = Net()
     text = refusal(model, torch.optim.Adagrad(model.parameters()))
     assert text.startswith("optimizer (Adagrad) has state for 6 parameters before the first step")
+    assert "lambda model: Adagrad(model.parameters(), ...)" in text
     preflight.check(
         model,
         torch.optim.Adagrad(model.parameters()),

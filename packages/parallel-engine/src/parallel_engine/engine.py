@@ -43,7 +43,7 @@ from parallel_engine.materialize import (
     allocate,
     is_on_meta,
     require_filled,
-    shard_on_meta,
+    shard_alone,
 )
 from parallel_engine.order import UnitOrder, moments, require_same
 from parallel_engine.plan import ShardPlan, plan
@@ -135,7 +135,8 @@ class Engine:
         """Collective: every rank. Returns (model, optimizer, scheduler, loader), ready.
 
         `scheduler` and `loader` may be None. The optimizer is built before, on the whole model, or
-        given as a function `model -> optimizer`; the scheduler then as `optimizer -> scheduler`.
+        given as a function `model -> optimizer`, which then sees the sharded one: needed where it
+        makes its state at once, as Adagrad does. The scheduler is then `optimizer -> scheduler`.
 
         A model may be on the meta device, see `parallel_engine.parameters_on_meta`: it is sharded
         first, then each rank's shards get memory, `fill(model)` writes the values into them
@@ -152,7 +153,7 @@ class Engine:
         names = _ranks.together(lambda: self._check(model, optimizer, scheduler))
         require_same_config(self.config, self.topology, self.device)
         sharded, on_meta = self.topology.is_sharded, is_on_meta(model)
-        built_late = sharded and any(p.is_meta for p in model.parameters())
+        built_late = sharded and not isinstance(optimizer, Optimizer)
         if not sharded:
             _ranks.together(lambda: self._materialize(model, on_meta, fill))
         if not built_late:
@@ -163,7 +164,7 @@ class Engine:
         accelerator = self._before_wrapping(model, policy, ignored)
         with containers_out_of_size(model, policy), without_mesh_warnings():
             if built_late:
-                wrapped = shard_on_meta(model, accelerator)
+                wrapped = shard_alone(model, accelerator)
             else:
                 wrapped, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         if sharded:
@@ -311,11 +312,14 @@ class Engine:
 
     def update(self, optimizer: Any, scheduler: Any, *, skip: bool = False) -> None:
         """Optimizer and scheduler once, gradients to None. A skipped update moves neither."""
-        if not skip or self.accelerator.scaler is not None:
-            optimizer.step()
+        scaled = self.accelerator.scaler is not None
+        # accelerate's wrapper looks for an optional package in every call; only a scaler needs it.
+        inner = optimizer if scaled else getattr(optimizer, "optimizer", optimizer)
+        if scaled or not skip:
+            inner.step()
         if scheduler is not None and not (skip or optimizer.step_was_skipped):
             scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
+        inner.zero_grad(set_to_none=True)
 
     def any(self, flag: bool) -> bool:
         """Collective: every rank. Whether the flag is set on any rank.

@@ -73,13 +73,13 @@ def plain_meta_tensors(model: nn.Module) -> Iterator[Problem]:
                 )
 
 
-def shard_on_meta(model: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Let accelerate shard a model on meta, without the optimizer that it insists on.
+def shard_alone(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """Let accelerate shard a model without the optimizer that it insists on.
 
     It finds an optimizer's parameters by their addresses, which on meta are all 0: a real one would
     silently lose all but one of them. So it gets a stand-in, and forgets it.
     """
-    stand_in = torch.optim.SGD([next(p for p in model.parameters() if p.is_meta)])
+    stand_in = torch.optim.SGD([next(model.parameters())])
     wrapped, _ = accelerator.prepare(model, stand_in)
     accelerator._optimizers.clear()
     return wrapped  # type: ignore[no-any-return]

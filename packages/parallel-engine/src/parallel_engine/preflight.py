@@ -106,7 +106,8 @@ def _state_problems(optimizer: Optimizer) -> Iterator[Problem]:
             "optimizer",
             f"({type(optimizer).__name__}) has state for {len(optimizer.state)} parameters before "
             "the first step: it would stay with the unsharded ones.",
-            "Use an optimizer that makes its state in step(), such as AdamW or SGD.",
+            "Give a function that builds it from the sharded model: "
+            f"lambda model: {type(optimizer).__name__}(model.parameters(), ...).",
         )
 
 
