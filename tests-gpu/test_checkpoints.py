@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parallel_ckpt import CheckpointSaver, read_start, restore
+from parallel_ckpt import CheckpointSaver, StateMismatch, load_weights, read_start, restore
 from parallel_config import AcceleratorConfig, CheckpointFormat, ParallelismConfig
 from parallel_engine import Engine, unwrap
 from parallel_publish import PreTrainedModel
@@ -57,7 +57,7 @@ class Model(PreTrainedModel):
 class Run:
     """One rank of a training run."""
 
-    def __init__(self, device, degrees, *, seed, dropout, dtype):
+    def __init__(self, device, degrees, *, seed, dropout, dtype, precision="no"):
         torch.manual_seed(seed)
         model = Model(dropout).to(dtype)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -70,10 +70,10 @@ class Run:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + 0.1 * k))
         self.engine = Engine(
             parallelism=ParallelismConfig(**degrees),
-            accelerator=AcceleratorConfig(deterministic=True),
+            accelerator=AcceleratorConfig(deterministic=True, mixed_precision=precision),
             device=device,
         )
-        self.dtype = dtype
+        self.dtype = torch.float32 if precision != "no" else dtype
         self.model, self.optimizer, self.schedule, _ = self.engine.prepare(
             model, optimizer, schedule, None
         )
@@ -184,6 +184,22 @@ def test_resume_is_exact_to_the_last_bit(kind, device, layouts, world_size, tmp_
     for form in forms:
         found = run(resume, ranks, device, degrees, tmp_path / form, NOISY)
         assert found == wanted, form
+
+
+NARROW = {"dropout": 0.2, "dtype": torch.bfloat16, "precision": "bf16"}
+
+
+@pytest.mark.parametrize("kind", ["single", "fsdp"])
+def test_what_is_kept_for_a_resume_is_the_fp32_masters(kind, device, layouts, world_size, tmp_path):
+    """The model was loaded in bf16 and computes in it; files hold what the optimizer works on."""
+    ranks, degrees = require(kind, layouts, world_size)
+    wanted = run(save_and_go_on, ranks, device, degrees, tmp_path, FORMATS, NARROW)
+    for form in FORMATS:
+        checkpoint = tmp_path / form / "checkpoints/last"
+        assert load_weights(Model(), checkpoint) == len(Model().state_dict())
+        with pytest.raises(StateMismatch, match=r"lose precision of the stored torch\.float32"):
+            load_weights(Model().bfloat16(), checkpoint)
+    assert run(resume, ranks, device, degrees, tmp_path / FORMATS[0], NARROW) == wanted
 
 
 @pytest.fixture(scope="module")
