@@ -104,11 +104,22 @@ def test_a_path_in_a_checkpoint_is_only_taken_when_the_user_repeats_it(ptrain, t
     other = ["--policy.type", "my_policies.configuration:MLPConfig"]
     assert "repeat it" in ptrain("resume", "run", "--steps", 3, *other, env=env, code=2)
     assert "(step 2)" in ptrain("resume", "run", "--steps", 3, "--policy.type", path, env=env)
+    assert "repeat it" in ptrain("evaluate", "run", env=env, code=2)
     load = "from parallel_train.policies.loading import load_policy; load_policy('run'{})"
     environ = {**ptrain.environ, **env}
     assert "repeat it" in run_python(load.format(""), tmp_path, environ).stderr
     done = run_python(load.format(f", policy_type={path!r}"), tmp_path, environ)
     assert done.returncode == 0, done.stderr
+
+
+def test_it_is_evaluated_by_its_path(ptrain, tmp_path):
+    pytest.importorskip("metaworld", reason="needs the extra sim")
+    env = on_path(EXAMPLE / "src")
+    path = ["--policy.type", "my_policies.modeling:MLPPolicy"]
+    ptrain("train", *path, "--steps", 1, "--output_dir", "run", env=env)
+    said = ptrain("evaluate", "run", *path, "--episodes", 1, "--max_steps", 5, env=env)
+    assert "kept in" in said
+    assert (tmp_path / "run/evaluations/000001/reach-v3_failed.gif").is_file()
 
 
 def test_flags_of_ones_own_are_checked_and_shown(ptrain):
