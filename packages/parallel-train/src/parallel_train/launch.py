@@ -111,29 +111,39 @@ def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[N
     """Start the ranks. Within, they know that the launcher is there."""
     command = [sys.executable, "-u", "-m", "parallel_train", *argv]
     # Opened here and handed to rank 0, so that nobody can take the port in between.
-    with socket.create_server((HOST, 0), backlog=count) as meeting, _pipe() as (watched, _):
+    with socket.create_server((HOST, 0), backlog=count) as meeting, _pipe() as watched:
         for rank in range(count):
-            descriptors = [watched, *([meeting.fileno()] if rank == 0 else [])]
-            variables = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": count,
-                "LOCAL_WORLD_SIZE": count,
-                "MASTER_ADDR": HOST,
-                "MASTER_PORT": meeting.getsockname()[1],
-                LAUNCHER_VARIABLE: watched,
-                **({LISTEN_VARIABLE: meeting.fileno()} if rank == 0 else {}),
-            }
-            environ = {"OMP_NUM_THREADS": "1", **without_launch(os.environ)}
-            environ |= {name: str(value) for name, value in variables.items()}
             with held_back():  # until the rank can answer; it inherits that
                 # A session of its own keeps Ctrl-C in a terminal from reaching ranks twice.
                 process = subprocess.Popen(
-                    command, env=environ, pass_fds=descriptors, start_new_session=True
+                    command,
+                    env=_environment(rank, count, meeting, watched),
+                    pass_fds=[watched, *([meeting.fileno()] if rank == 0 else [])],
+                    start_new_session=True,
                 )
                 workers.append(Worker(rank, process))
         meeting.close()  # it is rank 0's now: where that rank is gone, nothing must answer
         yield
+
+
+def _environment(rank: int, count: int, meeting: socket.socket, watched: int) -> dict[str, str]:
+    """What a rank is told, beside what the launcher itself was."""
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": meeting.getsockname()[1],
+        LAUNCHER_VARIABLE: watched,
+        **({LISTEN_VARIABLE: meeting.fileno()} if rank == 0 else {}),
+    }
+    # One thread per rank, as torchrun does: ranks that each use every core slow one another down.
+    return {
+        "OMP_NUM_THREADS": "1",
+        **without_launch(os.environ),
+        **{name: str(value) for name, value in told.items()},
+    }
 
 
 def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
@@ -166,10 +176,11 @@ def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
 
 
 @contextlib.contextmanager
-def _pipe() -> Iterator[tuple[int, int]]:
+def _pipe() -> Iterator[int]:
+    """The reading end of a pipe; it reads as ended once this process is."""
     reading, writing = os.pipe()
     try:
-        yield reading, writing
+        yield reading
     finally:
         os.close(reading)
         os.close(writing)
