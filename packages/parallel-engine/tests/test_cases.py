@@ -17,6 +17,7 @@ from parallel_config import (
     CompileConfig,
     DDPConfig,
     FSDPConfig,
+    GradientAccumulationConfig,
     ParallelismConfig,
 )
 from parallel_engine import Engine, NonFiniteError
@@ -141,6 +142,49 @@ def test_a_knob_does_not_change_the_numbers(config):
     plain = run_ranks(losses, 2, {}, init=False)[0]
     for found in run_ranks(losses, 2, {"dp_shard": -1}, config, init=False):
         assert found == pytest.approx(plain, rel=1e-5)
+
+
+DDP_KNOBS = [
+    DDPConfig(),
+    DDPConfig(find_unused_parameters=True),
+    DDPConfig(static_graph=True),
+    DDPConfig(bucket_cap_mb=1, gradient_as_bucket_view=False, broadcast_buffers=False),
+]
+
+
+def losses_of_ddp_knobs(accumulation):
+    """Losses and norms of three updates under each knob, and whether DDP got it."""
+    found = []
+    steps = GradientAccumulationConfig(steps=accumulation)
+    for knobs in DDP_KNOBS:
+        config = AcceleratorConfig(ddp=knobs, gradient_accumulation=steps)
+        engine, model, optimizer = prepared({}, config)
+        window = list(batch_of(engine).chunk(accumulation))
+        reports = [engine.step(model, optimizer, None, window, mean_square) for _ in range(3)]
+        in_force = (
+            model.find_unused_parameters,
+            model.static_graph,
+            model.gradient_as_bucket_view,
+            model.broadcast_buffers,
+            model.bucket_bytes_cap >> 20,
+        )
+        found.append(([(r.loss, r.grad_norm) for r in reports], in_force))
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ddps_knobs_are_in_force_and_do_not_change_the_numbers(accumulation):
+    for found in run_ranks(losses_of_ddp_knobs, 2, accumulation, init=False):
+        plain = found[0][0]
+        for (numbers, in_force), knobs in zip(found, DDP_KNOBS, strict=True):
+            assert [pytest.approx(pair, rel=1e-6) for pair in plain] == numbers
+            assert in_force == (
+                knobs.find_unused_parameters,
+                knobs.static_graph,
+                knobs.gradient_as_bucket_view,
+                knobs.broadcast_buffers,
+                knobs.bucket_cap_mb,
+            )
 
 
 def losses_of_compiled(backend):

@@ -42,6 +42,7 @@ from parallel_engine.materialize import (
     Fill,
     allocate,
     is_on_meta,
+    replicas_alike,
     require_filled,
     shard_alone,
 )
@@ -105,6 +106,7 @@ class Engine:
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None
         self._values_missing = False
+        self._has_updated = False
 
     @property
     def rank(self) -> int:
@@ -291,7 +293,9 @@ class Engine:
             require_filled(unwrap(model))
             self._values_missing = False
         last = index == count - 1
-        syncs = contextlib.nullcontext() if last else without_sync(model)
+        # DDP learns a static graph from its first backward passes, which must therefore reduce.
+        learning = self.config.ddp.static_graph and not self._has_updated
+        syncs = contextlib.nullcontext() if last or learning else without_sync(model)
         with self._failures.told(), undeclared_calls_explained(model), syncs:
             yield
 
@@ -312,6 +316,7 @@ class Engine:
 
     def update(self, optimizer: Any, scheduler: Any, *, skip: bool = False) -> None:
         """Optimizer and scheduler once, gradients to None. A skipped update moves neither."""
+        self._has_updated = True
         scaled = self.accelerator.scaler is not None
         # accelerate's wrapper looks for an optional package in every call; only a scaler needs it.
         inner = optimizer if scaled else getattr(optimizer, "optimizer", optimizer)
@@ -378,8 +383,10 @@ class Engine:
         if fill is not None:
             with torch.no_grad():
                 fill(model)
-        if on_meta and fill is not None:
-            require_filled(model)
+            if on_meta:
+                require_filled(model)
+            if self.topology.is_sharded:
+                replicas_alike(model)
         self._values_missing = on_meta and fill is None
 
     def _refuse_or_count(self, loss: float, norm: float) -> None:
