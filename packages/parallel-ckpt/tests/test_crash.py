@@ -205,11 +205,17 @@ def test_ranks_killed_at_random_moments(tmp_path: Path) -> None:
     assert campaign(tmp_path, trials=6).newest > 0
 
 
-def save_with_a_limit(root: Path, limited: int, how: str) -> str:
+def save_with_a_limit(root: Path, limited: int, how: str, async_save: bool) -> str:
     """Rank `limited` meets a real error of the file system in its second save."""
     rank = dist.get_rank()
-    saver = CheckpointSaver(root, topology=Topology(dp_shard=2), checkpoint_format=FORMAT)
+    saver = CheckpointSaver(
+        root,
+        topology=Topology(dp_shard=2),
+        checkpoint_format=FORMAT,
+        config=CheckpointConfig(async_save=async_save),
+    )
     save(saver, 1, 1.0, shard=True)
+    saver.wait()
     if rank == limited and how == "too large":
         resource.setrlimit(resource.RLIMIT_FSIZE, (900, resource.RLIM_INFINITY))
     if rank == limited and how == "not allowed":
@@ -217,6 +223,7 @@ def save_with_a_limit(root: Path, limited: int, how: str) -> str:
     message = ""
     try:
         save(saver, 2, 2.0, shard=True)
+        saver.wait()
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
     if rank == limited:
@@ -230,19 +237,20 @@ def save_with_a_limit(root: Path, limited: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("how", "limited", "words"),
+    ("how", "limited", "async_save", "words"),
     [
-        ("too large", 1, "failed on rank 1: File too large"),
-        ("too large", 0, "failed on rank 0: File too large"),
-        ("not allowed", 1, "failed on rank 1: Permission denied"),
+        ("too large", 1, False, "failed on rank 1: File too large"),
+        ("too large", 0, False, "failed on rank 0: File too large"),
+        ("too large", 1, True, "failed on rank 1: File too large"),
+        ("not allowed", 1, False, "failed on rank 1: Permission denied"),
     ],
 )
 def test_an_error_of_one_rank_is_the_error_of_all(
-    how: str, limited: int, words: str, tmp_path: Path
+    how: str, limited: int, async_save: bool, words: str, tmp_path: Path
 ) -> None:
     if how == "not allowed" and os.geteuid() != 0:
         pytest.skip("only root can give up a right and take it back")
-    messages = run_ranks(save_with_a_limit, 2, tmp_path, limited, how)
+    messages = run_ranks(save_with_a_limit, 2, tmp_path, limited, how, async_save)
     assert messages[0] == messages[1]
     assert words in messages[0]
     assert messages[0].startswith("CheckpointError")
