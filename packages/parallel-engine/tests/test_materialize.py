@@ -363,6 +363,39 @@ def test_values_that_came_after_prepare_are_trained_on():
     assert losses[0] == losses[1] < float("inf")
 
 
+def filled_differently(degrees):
+    """What this rank holds after a fill that draws by itself, and the rank's place on the mesh."""
+    with torch.device("meta"):
+        model = WithReset()
+    engine = Engine(parallelism=ParallelismConfig(**degrees), device="cpu")
+
+    def fill(model):
+        generator = torch.Generator().manual_seed(engine.rank)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.copy_(10 * torch.rand(local.shape, generator=generator))
+
+    model, *_ = engine.prepare(model, make_optimizer, None, None, fill=fill)
+    model = unwrap(model)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone() for name, t in named
+    }
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hsdp"])
+def test_replicas_begin_alike_whatever_a_fill_does(kind):
+    world_size, degrees = KINDS[kind]
+    held = run_ranks(filled_differently, world_size, degrees, init=False)
+    parts = degrees.get("dp_shard", 1)
+    for rank in range(parts, world_size):
+        for name, value in held[rank % parts].items():
+            assert torch.equal(value, held[rank][name]), (rank, name)
+    if parts > 1:
+        assert not torch.equal(held[0]["norm.weight"], held[1]["norm.weight"])
+        assert torch.equal(held[0]["scale"], held[1]["scale"])
+
+
 def refused(model, optimizer, scheduler=None):
     with pytest.raises(ConfigError) as error:
         Engine(device="cpu").prepare(model, optimizer, scheduler, None)

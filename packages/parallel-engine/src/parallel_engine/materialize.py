@@ -180,6 +180,26 @@ def _reset(module: nn.Module) -> None:
             return
 
 
+@torch.no_grad()
+def replicas_alike(model: nn.Module) -> None:
+    """Collective: every rank. What several ranks of a sharded model hold gets the first's values.
+
+    A fill that draws by itself, or reads what differs between machines, would leave replicas that
+    never become equal.
+    """
+    for _, tensor in _named_tensors(model):
+        group = None
+        if isinstance(tensor, DTensor):
+            if tensor.device_mesh.ndim == 1:
+                continue  # every rank holds another part
+            group = tensor.device_mesh.get_group(0)  # the axis that replicates comes first
+        local = _local(tensor)
+        if local.numel():
+            sent = local.contiguous()
+            dist.broadcast(_bytes_of(sent), group=group, group_src=0)
+            local.copy_(sent)
+
+
 @contextlib.contextmanager
 def _whole_parameters(module: nn.Module, done: set[int]) -> Iterator[None]:
     """Inside, a module's own parameters are whole and on the host; their values are kept.
