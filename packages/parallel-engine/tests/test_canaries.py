@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed import PrefixStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import AcceleratorConfig, FSDPConfig, ParallelismConfig, clean_fqn
 from parallel_engine import Engine
+from parallel_engine.determinism import fix_buckets
 from parallel_testing.ranks import run_ranks
 
 
@@ -213,3 +215,17 @@ def test_names_of_wrapped_modules_are_cleaned():
     (name, _), *_ = model.named_parameters()
     assert name != "0.weight"
     assert clean_fqn(name) == "0.weight"
+
+
+def ddp_sorts_its_buckets_anew(fixed):
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    if fixed:
+        fix_buckets(model)
+    model(torch.ones(2, 4)).sum().backward()
+    return model.reducer._rebuild_buckets()
+
+
+def test_ddps_buckets_are_sorted_anew_unless_they_are_fixed():
+    """Once they are not, determinism.fix_buckets can go."""
+    assert run_ranks(ddp_sorts_its_buckets_anew, 2, False) == [True, True]
+    assert run_ranks(ddp_sorts_its_buckets_anew, 2, True) == [False, False]
