@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from parallel_testing.hub import Blob, Fault
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_train.cli.app import run
 from parallel_train.config import TrainConfig
+from parallel_train.data.config import EMBEDDED_ROOT
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.loading import load_policy
 from parallel_train.publishing import RunPublisher
@@ -167,6 +169,11 @@ def test_a_card_that_the_hub_refuses_and_a_hub_out_of_reach(hub, tmp_path, monke
     assert "--publish.no-enable" in message
 
 
+def test_a_place_is_asked_for_at_once(capsys):
+    assert run(["train", "--publish.enable"]) == 2
+    assert "publish.repo_id is missing. Use --publish.repo_id user/name" in capsys.readouterr().err
+
+
 def test_every_rank_leaves_with_2_when_the_preflight_fails(hub, ptrain, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_nobody")
     said = ptrain(*TRAIN, *SHARDED, *PUBLISH, "--steps", 2, "--output_dir", "run", code=2)
@@ -230,6 +237,8 @@ def test_a_run_whose_uploads_fail_ends_well_and_its_commands_mend_it(hub, ptrain
     assert steps_of(folder) == ["000002", "000004", "last"]
     assert run(["verify", str(folder)]) == 0
     assert (folder / "publish-000004/model.safetensors").is_file()
+    said_again = ptrain("resume", folder)
+    assert f"is finished: step 4 of 4; to publish it: ptrain publish '{folder}'" in said_again
 
     hub.faults.clear()
     commands = [x.partition("retry:")[2] for x in said.splitlines() if x.startswith("  retry:")]
@@ -252,6 +261,7 @@ def _children(process):
 def test_a_hub_that_does_not_answer_holds_up_no_step_and_no_rank(hub, ptrain):
     answer_now = threading.Event()
     hub.faults.append(Fault("/preupload/checkpoints", until=answer_now))
+    hub.faults += [Fault("/commit/", status=500), Fault("/commit/", drop=True, after=True)]
     process = ptrain.start(*TRAIN, *SHARDED, *PUSH, "--steps", 6, "--output_dir", "run")
     try:
         last = ptrain.folder / "run/checkpoints/000006/manifest.json"
@@ -265,6 +275,7 @@ def test_a_hub_that_does_not_answer_holds_up_no_step_and_no_rank(hub, ptrain):
         answer_now.set()
         process.kill()
     assert process.returncode == 0, said
+    assert "HTTP 500 (the server failed); attempt 2 of 5" in said
     assert hub.commits("user/run") == [f"Checkpoint of step {step}" for step in (2, 4, 6)]
 
 
@@ -284,16 +295,25 @@ def test_a_stop_does_not_wait_long_for_a_push(hub, ptrain):
     assert run(["verify", str(ptrain.folder / "run")]) == 0
 
 
-@pytest.fixture
-def pushed(hub, ptrain, monkeypatch):
-    """A run of two steps, pushed, that says it publishes into a repository of somebody else."""
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory):
+    """A run of two steps that says it publishes into a repository of somebody else."""
+    ptrain = Ptrain(tmp_path_factory.mktemp("stranger"))
+    (ptrain.folder / "drawers").symlink_to(EMBEDDED_ROOT)
     flags = ["--steps", 2, "--output_dir", "run", "--publish.repo_id", "team/other"]
-    ptrain(*TRAIN, *flags)
-    for name in ("000002/pretrained_model/train_config.json",):
-        path = ptrain.folder / "run/checkpoints" / name
-        document = json.loads(path.read_text())
-        document["publish"] |= {"enable": True, "push_checkpoints": True}
-        _replace(ptrain.folder / "run/checkpoints/000002", name.partition("/")[2], document)
+    ptrain(*TRAIN, *flags, "--dataset.root", ptrain.folder / "drawers")
+    folder, name = ptrain.folder / "run/checkpoints/000002", "pretrained_model/train_config.json"
+    document = json.loads((folder / name).read_text())
+    document["publish"] |= {"enable": True, "push_checkpoints": True}
+    _replace(folder, name, document)
+    return ptrain.folder
+
+
+@pytest.fixture
+def pushed(hub, ptrain, strangers, monkeypatch):
+    """A copy of that run, pushed to user/run."""
+    shutil.copytree(strangers / "run", ptrain.folder / "run", symlinks=True)
+    (ptrain.folder / "drawers").symlink_to(EMBEDDED_ROOT)
     assert run(["publish", str(ptrain.folder / "run"), "--repo_id", "user/run", "--resumable"]) == 0
     monkeypatch.chdir(ptrain.folder)
     return hub.repos["user/run"]
@@ -318,6 +338,22 @@ def test_resuming_a_strangers_run_publishes_nothing(hub, ptrain, pushed):
     assert "team/other" not in hub.repos
     config = json.loads((ptrain.folder / "mine/train_config.json").read_text())
     assert not config["publish"]["enable"]
+    assert config["dataset"]["root"] == "drawers"  # which lies here; elsewhere it is asked for
+    (ptrain.folder / "drawers").unlink()
+    words = ["resume", "--from_hub", "user/run", "--steps", 3, "--output_dir"]
+    assert "dataset.root" in ptrain(*words, "other", code=2)
+    ptrain(*words, "third", "--dataset.root", EMBEDDED_ROOT)
+
+
+def test_ranks_of_torchrun_fetch_together(hub, ptrain, pushed):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    script = (*torchrun, "-m", "parallel_train")
+    words = ["--output_dir", "mine", "--steps", 3, "--batch_size", 2]
+    said = ptrain("resume", "--from-hub=user/run", *words, script=script)
+    assert said.count("fetching checkpoint 2 of user/run into mine") == 1
+    assert [row["samples_seen"] for row in ptrain.rows("mine")] == [12]
+    said = ptrain("resume", "--from_hub", "user/nothing", *words, script=script, code=1)
+    assert said.count("user/nothing@checkpoints cannot be read") == 1
 
 
 def test_a_strangers_checkpoint_runs_no_code(hub, ptrain, pushed, tmp_path, capsys):
@@ -353,6 +389,7 @@ def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
         return capsys.readouterr().err
 
     assert "path is missing: what is to be resumed?" in fails()
+    assert "= 'run' is no name on the Hub" in fails("--from-hub=run")
     assert "'run' is to be resumed as well" in fails("run", "--from_hub", "user/run")
     assert "= 'run' is no name on the Hub" in fails("--from_hub", "run")
     assert "HTTP 404" in fails("--from_hub", "user/nothing")

@@ -23,6 +23,7 @@ from parallel_engine import together
 from parallel_publish import (
     CardInfo,
     CheckpointPusher,
+    PublishConfig,
     Staged,
     Target,
     preflight_publish,
@@ -134,6 +135,14 @@ class RunPublisher:
             step=step,
             metrics=self._folder.metrics,
         )
+
+
+def finished_hint(publish: PublishConfig, folder: RunFolder) -> str:
+    """For a run that was finished before this start: publishing belongs to the end of training."""
+    if not publish.enable:
+        return ""
+    path = shlex.quote(str(folder.path))
+    return f"; to publish it: ptrain publish {path} --repo_id {publish.repo_id}"
 
 
 def _model_bytes(config: TrainConfig) -> int:

@@ -22,7 +22,7 @@ from parallel_engine import Ema, Engine, any_rank, connect, from_main, resume_av
 from parallel_engine.loading import prepare_loader
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.loop import Loop, Prepared
-from parallel_train.publishing import RunPublisher
+from parallel_train.publishing import RunPublisher, finished_hint
 from parallel_train.resume import kept_hyperparameters
 from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
@@ -89,7 +89,9 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
     if step >= config.steps:
         if facts.is_main:
-            print(f"{start.folder.path} is finished: step {step} of {config.steps}", flush=True)
+            hint = finished_hint(config.publish, start.folder)
+            line = f"{start.folder.path} is finished: step {step} of {config.steps}{hint}"
+            print(line, flush=True)
         return Outcome(folder=start.folder, step=step)
     if any_rank(stop.received is not None):  # before minutes go into building a big model
         if facts.is_main:

@@ -50,7 +50,12 @@ def fetched(argv: Sequence[str]) -> list[str]:
     from parallel_engine import from_main
 
     output_dir = argv_flags.value_of(argv[1:], "output_dir")
-    checkpoint = Path(from_main(lambda: str(_fetch(source, output_dir))))
+    try:
+        checkpoint = Path(from_main(lambda: str(_fetch(source, output_dir))))
+    except ConfigError:
+        if LaunchFacts.read().is_main:
+            raise
+        raise SystemExit(2) from None  # the main rank says why
     rest = without_flags(argv[1:], ("from_hub",))
     return [argv[0], str(checkpoint), *_publish_flags(checkpoint, source), *rest]
 
