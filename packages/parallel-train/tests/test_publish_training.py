@@ -225,6 +225,18 @@ def test_a_sharded_run_publishes_and_goes_on_from_the_hub(hub, ptrain):
     assert ptrain.rows("one rank")[-1]["samples_seen"] == 8 * 8
 
 
+def test_replicated_ranks_publish_the_average_that_their_checkpoint_holds(hub, ptrain):
+    """On a branch, which the printed command names as well."""
+    flags = ["--ema.decay", "0.5", "--no-ema.warmup", "--publish.revision", "v2"]
+    said = ptrain(*TRAIN, *TWO, *PUBLISH, *flags, "--steps", 2, "--output_dir", "run")
+    command = f"ptrain publish {ptrain.folder}/run/publish-000002 --repo_id user/run --revision v2"
+    assert f"publishing; should this be cut short: {command}\n" in said
+    assert hub.files("user/run") == {}
+    before = load_policy(ptrain.folder / "run").model.state_dict()
+    after = load_policy("user/run", revision="v2").model.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
 def test_a_run_whose_uploads_fail_ends_well_and_its_commands_mend_it(hub, ptrain):
     hub.faults.append(Fault("/commit/", status=403, times=99))
     said = ptrain(*TRAIN, *SHARDED, *PUBLISH, *PUSH, "--steps", 4, "--output_dir", "my run", code=3)

@@ -77,6 +77,11 @@ class Staged:
     folder: Path
     target: Target
 
+    @property
+    def retry(self) -> str:
+        """Command that sends it, should this process not come to it."""
+        return _command(self.folder, self.target)
+
     def send(self, on_note: Callable[[str], None] = note) -> Publication:
         """Send it in one commit. No collective: one process calls it.
 
@@ -264,15 +269,19 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publi
 
 
 def _failed(folder: Path, target: Target, error: PublishError) -> Publication:
-    options = "" if target.revision == "main" else f" --revision {shlex.quote(target.revision)}"
-    options += " --private" if target.private else ""
     return Publication(
         repo_id=target.repo_id,
         files=_sizes(folder),
         error=error,
         bundle=folder,
-        retry=f"ptrain publish {shlex.quote(str(folder))} --repo_id {target.repo_id}{options}",
+        retry=_command(folder, target),
     )
+
+
+def _command(folder: Path, target: Target) -> str:
+    options = "" if target.revision == "main" else f" --revision {shlex.quote(target.revision)}"
+    options += " --private" if target.private else ""
+    return f"ptrain publish {shlex.quote(str(folder))} --repo_id {target.repo_id}{options}"
 
 
 def _dry(folder: Path, target: Target) -> Publication:

@@ -117,7 +117,7 @@ class RunPublisher:
         return not self._failures
 
     def _send(self, staged: Staged) -> None:
-        print(f"publishing to {staged.target.repo_id}: {staged.folder}", flush=True)
+        print(f"publishing; should this be cut short: {staged.retry}", flush=True)
         result = staged.send()
         if result.ok:
             shutil.rmtree(staged.folder, ignore_errors=True)
