@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
 
 from parallel_config import (
     AcceleratorConfig,
@@ -224,23 +225,45 @@ def test_units_compile_as_whole_graphs(backend):
             assert num_graphs == 2  # for an input without and with a gradient
 
 
-def nan_on_rank_1(policy):
-    engine, model, optimizer = prepared({"dp_shard": -1}, on_nonfinite=policy)
-    before = [p.to_local().clone() for p in model.parameters()]
-    x = batch_of(engine) * (float("nan") if engine.rank else 1.0)
+def not_finite_on_rank_1(policy, degrees, value):
+    """(weights unchanged, rate unchanged, trains on afterwards)."""
+    engine, model, optimizer = prepared(degrees, on_nonfinite=policy)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    scheduler = engine.accelerator.prepare_scheduler(scheduler)
+    before = [local(p).clone() for p in model.parameters()]
+    good = batch_of(engine)
+    factor = value if engine.rank else 1.0
+
+    def bad(m, x):
+        return mean_square(m, x) * factor
+
     if policy == "error":
         with pytest.raises(NonFiniteError):
-            engine.step(model, optimizer, None, [x], mean_square)
+            engine.step(model, optimizer, scheduler, [good], bad, clip_norm=1.0)
     else:
-        assert engine.step(model, optimizer, None, [x], mean_square).skipped
+        assert engine.step(model, optimizer, scheduler, [good], bad, clip_norm=1.0).skipped
         assert engine.num_skipped == 1
-    after = [p.to_local() for p in model.parameters()]
-    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert all(p.grad is None for p in model.parameters())
+    unchanged = all(
+        torch.equal(a, local(b)) for a, b in zip(before, model.parameters(), strict=True)
+    )
+    rate = optimizer.param_groups[0]["lr"]
+    optimizer.zero_grad()
+    losses = [engine.step(model, optimizer, scheduler, [good], mean_square).loss for _ in range(3)]
+    return unchanged, rate == 0.1, losses[2] < losses[1] < losses[0]
 
 
+def local(parameter):
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("policy", ["error", "skip"])
-def test_a_nan_on_one_rank_stops_the_update_on_all(policy):
-    assert run_ranks(nan_on_rank_1, 2, policy, init=False) == [True, True]
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": -1}], ids=["ddp", "fsdp"])
+def test_what_is_not_finite_on_one_rank_stops_the_update_on_all(degrees, policy, value):
+    """Before weights, rate and counters move."""
+    found = run_ranks(not_finite_on_rank_1, 2, policy, degrees, value, init=False)
+    assert found == [(True, True, True)] * 2
 
 
 class Unused(Model):
