@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,12 @@ class Tally:
     """Folders of saves that were cut off."""
 
 
-def campaign(root: Path, trials: int, seed: int = 0) -> Tally:
+def campaign(
+    root: Path,
+    trials: int,
+    seed: int = 0,
+    on_trial: Callable[[int, Tally], None] = lambda number, tally: None,
+) -> Tally:
     """Kill one rank or both at random moments of saving; what is there then is whole."""
     generator = torch.Generator().manual_seed(seed)
     tally = Tally()
@@ -188,6 +194,7 @@ def campaign(root: Path, trials: int, seed: int = 0) -> Tally:
             assert value_of(path, Topology(dp_shard=2)) == step
             tally.progressed += step > tally.newest
             tally.newest = step
+        on_trial(trial + 1, tally)
     return tally
 
 
@@ -322,6 +329,13 @@ def test_sizes_alone_find_what_is_cut(healthy: Path, tmp_path: Path) -> None:
 if __name__ == "__main__":
     import tempfile
 
+    import conftest  # noqa: F401 - ranks then start with everything imported
+
     with tempfile.TemporaryDirectory() as folder:
         number, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-        print(f"{number} trials, seed {seed}: {campaign(Path(folder), number, seed)}")
+
+        def report(trial: int, tally: Tally) -> None:
+            if trial % 20 == 0 or trial == number:
+                print(f"{trial} of {number} trials, seed {seed}: {tally}", flush=True)
+
+        campaign(Path(folder), number, seed, report)
