@@ -1,74 +1,26 @@
-"""parallel-ckpt for somebody with tensors of their own: no engine, no accelerate, no Hub.
+"""parallel-ckpt for somebody with tensors of their own: no engine, no accelerate, no Hub."""
 
-Installed from wheels, so that an import which the package does not declare fails here.
-"""
-
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from parallel_testing.wheels import install, installed_names, ours, run
+
 ROOT = Path(__file__).parents[1]
+
 EXAMPLE = ROOT / "examples/04_save_and_resume.py"
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-PROCESS = {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "PYTHONDONTWRITEBYTECODE": "",  # the fresh environment compiles torch once, not at each start
-}
-
-
-def run(*words, cwd, timeout_s=150):
-    """Output of a command that ends with 0 within its deadline."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCH and k != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, words)),
-        cwd=cwd,
-        env={**kept, **PROCESS},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The interpreter of an environment that holds the package's wheel and what it declares."""
-    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
-    folder = tmp_path_factory.mktemp("alone")
-    wheels, python = folder / "wheels", folder / "venv/bin/python"
-    for package in ("parallel-config", "parallel-ckpt"):
-        run(uv, "build", "--package", package, "--wheel", "--out-dir", wheels, cwd=ROOT)
-    run(
-        uv, "export", "--quiet", "--locked", "--package", "parallel-ckpt", "--no-hashes",
-        "--no-emit-workspace", "--no-annotate", "--output-file", folder / "lock.txt",
-        cwd=ROOT,
-    )  # fmt: skip
-    run(uv, "venv", "--python", sys.executable, folder / "venv", cwd=folder)
-    run(
-        uv, "pip", "install", "--python", python, "--find-links", wheels,
-        "--constraint", folder / "lock.txt", "parallel-ckpt",
-        cwd=folder, timeout_s=400,
-    )  # fmt: skip
-    run(uv, "pip", "check", "--python", python, cwd=folder)
-    return python
+    """The interpreter of an environment that holds the package and what it declares."""
+    return install("parallel-ckpt", tmp_path_factory.mktemp("alone"), root=ROOT)
 
 
 def test_the_environment_holds_neither_engine_nor_hub(alone, tmp_path):
-    script = (
-        "from importlib.metadata import distributions; "
-        "names = {d.name.lower().replace('_', '-') for d in distributions()}; "
-        "print(sorted(n for n in names if n.startswith('parallel'))); "
-        "print(names & {'accelerate', 'huggingface-hub', 'tyro', 'pyarrow'})"
-    )
-    found = run(alone, "-c", script, cwd=tmp_path).split("\n")
-    assert found[:2] == ["['parallel-ckpt', 'parallel-config']", "set()"]
+    names = installed_names(alone, tmp_path)
+    assert ours(names) == {"parallel-ckpt", "parallel-config"}
+    assert not names & {"accelerate", "huggingface-hub", "tyro", "pyarrow"}
 
 
 def test_the_example_goes_on_where_it_stopped(alone, tmp_path):

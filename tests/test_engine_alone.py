@@ -1,36 +1,16 @@
-"""parallel-engine for somebody with a model and a loop of their own, and nothing else of ours.
+"""parallel-engine for somebody with a model and a loop of their own, and nothing else of ours."""
 
-Installed from wheels, so that an import which the package does not declare fails here.
-"""
-
-import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from parallel_testing.wheels import install, installed_names, ours, run
+
 ROOT = Path(__file__).parents[1]
+
 EXAMPLE = ROOT / "examples/01_train_engine.py"
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def run(*words, cwd, code=0, timeout_s=150, **variables):
-    """Output of a command that ends with `code` within its deadline."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCH and k != "PYTHONPATH"}
-    environ = {**kept, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu", **variables}
-    done = subprocess.run(
-        list(map(str, words)),
-        cwd=cwd,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
 
 
 def losses(text):
@@ -51,34 +31,13 @@ def twin(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The interpreter of an environment that holds the engine's wheel and what it declares."""
-    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
-    folder = tmp_path_factory.mktemp("alone")
-    wheels, python = folder / "wheels", folder / "venv/bin/python"
-    for package in ("parallel-config", "parallel-engine"):
-        run(uv, "build", "--package", package, "--wheel", "--out-dir", wheels, cwd=ROOT)
-    run(
-        uv, "export", "--quiet", "--locked", "--package", "parallel-engine", "--no-hashes",
-        "--no-emit-workspace", "--no-annotate", "--output-file", folder / "lock.txt",
-        cwd=ROOT,
-    )  # fmt: skip
-    run(uv, "venv", "--python", sys.executable, folder / "venv", cwd=folder)
-    run(
-        uv, "pip", "install", "--python", python, "--find-links", wheels,
-        "--constraint", folder / "lock.txt", "parallel-engine",
-        cwd=folder, timeout_s=400,
-    )  # fmt: skip
-    run(uv, "pip", "check", "--python", python, cwd=folder)
-    return python
+    """The interpreter of an environment that holds the engine and what it declares."""
+    return install("parallel-engine", tmp_path_factory.mktemp("alone"), root=ROOT)
 
 
 def test_the_environment_holds_nothing_else_of_ours(alone, tmp_path):
-    script = (
-        "from importlib.metadata import distributions; "
-        "print(sorted(d.name for d in distributions() if d.name.startswith('parallel')))"
-    )
-    found = run(alone, "-c", script, cwd=tmp_path)
-    assert found.strip() == "['parallel-config', 'parallel-engine']"
+    found = ours(installed_names(alone, tmp_path))
+    assert found == {"parallel-config", "parallel-engine"}
 
 
 def test_one_process_equals_the_twin(alone, twin, tmp_path):

@@ -1,9 +1,6 @@
-"""What a sharded run published, loaded where next to nothing is installed: from wheels."""
+"""What a sharded run published, loaded where next to nothing is installed."""
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,64 +8,24 @@ import pytest
 from safetensors.torch import load_file
 
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
+from parallel_testing.wheels import install, installed_names, ours, run
 
-pytestmark = pytest.mark.filterwarnings(CLIENT_WARNING)
 ROOT = Path(__file__).parents[1]
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+pytestmark = pytest.mark.filterwarnings(CLIENT_WARNING)
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-
-
-def run(*words, cwd, timeout_s=300):
-    """Output of a command that ends well within its deadline; the hub's variables reach it."""
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCH and k != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, words)),
-        cwd=cwd,
-        env={**kept, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def installed(package, folder):
-    """Interpreter of an environment that holds one package, from its wheel, and its needs."""
-    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
-    wheels, python = folder / "wheels", folder / "venv/bin/python"
-    run(uv, "build", "--all-packages", "--wheel", "--out-dir", wheels, cwd=ROOT)
-    run(
-        uv, "export", "--quiet", "--frozen", "--package", package, "--no-hashes",
-        "--no-emit-workspace", "--no-annotate", "--output-file", folder / "lock.txt",
-        cwd=ROOT,
-    )  # fmt: skip
-    run(uv, "venv", "--python", sys.executable, folder / "venv", cwd=folder)
-    run(
-        uv, "pip", "install", "--python", python, "--find-links", wheels,
-        "--constraint", folder / "lock.txt", package,
-        cwd=folder, timeout_s=600,
-    )  # fmt: skip
-    run(uv, "pip", "check", "--python", python, cwd=folder)
-    return python
 
 
 @pytest.fixture(scope="module")
 def only_publish(tmp_path_factory):
     """Where parallel-publish is installed alone."""
-    return installed("parallel-publish", tmp_path_factory.mktemp("only_publish"))
+    return install("parallel-publish", tmp_path_factory.mktemp("only_publish"), root=ROOT)
 
 
 @pytest.fixture(scope="module")
 def only_train(tmp_path_factory):
     """Where parallel-train is installed without extras."""
-    return installed("parallel-train", tmp_path_factory.mktemp("only_train"))
+    return install("parallel-train", tmp_path_factory.mktemp("only_train"), root=ROOT)
 
-
-DISTRIBUTIONS = """
-from importlib.metadata import distributions
-print(sorted(d.name for d in distributions() if d.name.startswith("parallel")))
-"""
 
 SCRIPT = """
 import json, os, sys
@@ -140,8 +97,8 @@ def test_a_class_in_a_script_with_nothing_but_parallel_publish(hub, only_publish
     assert set(files) == {"README.md", "config.json", "model.safetensors"}
     assert json.loads(files["config.json"]) == {"arguments": {"width": 6, "scale": 0.5}}
 
-    found = run(only_publish, "-c", DISTRIBUTIONS, cwd=tmp_path)
-    assert found.strip() == "['parallel-ckpt', 'parallel-config', 'parallel-publish']"
+    found = ours(installed_names(only_publish, tmp_path))
+    assert found == {"parallel-ckpt", "parallel-config", "parallel-publish"}
     for line in run(only_publish, script, "load", cwd=tmp_path).splitlines():
         loaded = json.loads(line)
         assert [x[0] for x in loaded] == pytest.approx([x[0] for x in trained], rel=1e-6)
