@@ -32,6 +32,8 @@ CPU = {
     "HF_HUB_DISABLE_XET": "1",
     "HF_HUB_OFFLINE": "",
 }
+TWO_AT_ONCE = ("-q", "-n", "2", "--dist", "loadfile")
+"""Most tests wait for processes that start; a file stays together, for its fixtures' sake."""
 
 nox.options.sessions = ["lint", "types", "build", "tests", "product", "cpu4", "docs"]
 
@@ -106,18 +108,20 @@ def tests(session: nox.Session, package: str) -> None:
     wheels = ["--find-links", "dist", "--constraint", str(constraints)]
     for ours in (*PACKAGES, "parallel-testing"):
         wheels += ["--reinstall-package", ours]  # a rebuilt wheel keeps its version
-    tools = ["pytest"] if package == "parallel-config" else ["pytest", "parallel-testing"]
+    tools = ["pytest", "pytest-xdist"]
+    tools += [] if package == "parallel-config" else ["parallel-testing"]
     extras = {"parallel-train": "[vision,sim,tensorboard,plot]"}.get(package, "")
     session.install(*wheels, f"{package}{extras}", *tools)
     session.run_install("uv", "pip", "check", env={"VIRTUAL_ENV": session.virtualenv.location})
-    session.run("pytest", "-q", f"packages/{package}/tests", *session.posargs, env=CPU)
+    session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
 @nox.session
 def product(session: nox.Session) -> None:
     """The whole product: arrows, import budget, command line, README commands, examples."""
     _workspace(session)
-    session.run("pytest", "-q", "tests", *session.posargs, env=CPU)
+    suites = ["tests", "packages/parallel-testing/tests"]
+    session.run("pytest", *TWO_AT_ONCE, *suites, *session.posargs, env=CPU)
 
 
 @nox.session
