@@ -154,14 +154,17 @@ def test_every_problem_is_told_at_once():
     assert "Did you mean 'head'?" in text
 
 
-def start(model, degrees=None, **config):
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+def start(model, degrees=None, *, late=False, **config):
     engine = Engine(
-        parallelism=ParallelismConfig(**(degrees or {"dp_shard": -1})),
+        parallelism=ParallelismConfig(**({"dp_shard": -1} if degrees is None else degrees)),
         accelerator=AcceleratorConfig(**config),
         device="cpu",
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    model, optimizer, _, _ = engine.prepare(model, sgd if late else sgd(model), None, None)
     return engine, model, optimizer
 
 
@@ -235,19 +238,34 @@ def test_ranks_with_other_configs_are_told_the_first_difference():
 
 
 def other_models(degrees):
-    model = Net()
-    if os.environ["RANK"] == "1":
-        model.head = nn.Linear(4, 5)
-    start(model, degrees)
+    """Rank 1 builds another head, then the same one frozen, then without memory."""
+    found = []
+    for change in (
+        lambda model: setattr(model, "head", nn.Linear(4, 5)),
+        lambda model: model.head.requires_grad_(False),
+        lambda model: model.head.to("meta"),
+    )[: 3 if degrees else 2]:  # DDP gives what is on meta the values of rank 0
+        model = Net()
+        if os.environ["RANK"] == "1":
+            change(model)
+        with pytest.raises(ConfigError) as caught:
+            start(model, degrees, late=True)
+        found.append(str(caught.value))
+    return found
 
 
-def test_ranks_that_built_other_models_are_told_the_first_difference():
-    for degrees in ({}, {"dp_shard": -1}):
-        for outcome in rank_outcomes(other_models, 2, degrees, init=False):
-            assert outcome.error_type == "ConfigError"
-            assert (
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": -1}], ids=["ddp", "fsdp"])
+def test_ranks_that_built_other_models_are_told_the_first_difference(degrees):
+    for found in run_ranks(other_models, 2, degrees, init=False):
+        assert len(found) == (3 if degrees else 2)
+        for text, other in zip(
+            found,
+            ("[5, 4] float32", "[4, 4] float32, fixed", "[4, 4] float32, on meta"),
+            strict=False,
+        ):
+            assert text.startswith(
                 "model differs between ranks: where rank 0 has head.weight [4, 4] float32, "
-                "rank 1 has head.weight [5, 4] float32." in outcome.error
+                f"rank 1 has head.weight {other}."
             )
 
 

@@ -64,7 +64,8 @@ def _described(model: nn.Module) -> Iterator[str]:
     for name, tensor in _tensors(model):
         trains = "" if isinstance(tensor, nn.Parameter) and tensor.requires_grad else ", fixed"
         dtype = str(tensor.dtype).removeprefix("torch.")
-        yield f"{clean_fqn(name)} {list(tensor.shape)} {dtype}{trains}"
+        on_meta = ", on meta" if tensor.is_meta else ""
+        yield f"{clean_fqn(name)} {list(tensor.shape)} {dtype}{trains}{on_meta}"
 
 
 def _fields(path: str, value: Any) -> Iterator[str]:
