@@ -175,3 +175,18 @@ def test_doctor_says_what_is_there(capsys):
     assert "Training can run here." in capsys.readouterr().out
     assert run(["doctor", "--json"]) == 0
     assert {"torch", "accelerate"} <= {f["name"] for f in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "states"),
+    [
+        ([], 2),
+        (["--ema.decay", "0.99"], 3),
+        (["--optimizer.type", "sgd"], 1),
+        (["--optimizer.type", "sgd", "--optimizer.betas", "0", "0"], 0),
+    ],
+)
+def test_a_plan_counts_what_the_optimizer_keeps(capsys, flags, states):
+    assert run(["plan", "--json", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["optimizer_bytes"] == states * found["grad_bytes"] > -1

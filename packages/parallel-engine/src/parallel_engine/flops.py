@@ -47,4 +47,4 @@ def count_flops(update: Callable[[], object]) -> int:
     """
     with FlopCounterMode(display=False) as counter, torch.random.fork_rng(devices=[]):
         update()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())

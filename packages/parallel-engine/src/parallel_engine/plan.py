@@ -27,7 +27,6 @@ from parallel_engine import preflight
 from parallel_engine.accelerate_build import fsdp_plugin, mixed_precision_policy
 from parallel_engine.wrapping import containers_out_of_size, resolve_wrap_policy
 
-_ADAM_STATES = 2
 _TINY = 1_000_000
 
 
@@ -65,7 +64,7 @@ class ShardPlan:
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
-    """Two moments for each trainable element, as Adam keeps them."""
+    """What the optimizer keeps for each trainable element: as Adam two moments, unless told."""
     accumulated_bytes: int
     """Whole gradients of a sharded model, which a rank keeps from one micro-batch to the next."""
     gather_peak_bytes: int
@@ -114,10 +113,12 @@ def plan(
     world_size: int,
     *,
     batch_size: int = 1,
+    states_per_param: int = 2,
 ) -> ShardPlan:
     """What a run on `world_size` ranks would be; call it where no process group runs.
 
-    `model_factory` is called once, under the meta device.
+    `model_factory` is called once, under the meta device. `states_per_param` counts the values that
+    the optimizer keeps for each trained one: 2 for Adam, and 1 more for an average of the weights.
 
     Raises:
         ConfigError: the degrees do not fit, or nobody names wrap units.
@@ -150,7 +151,7 @@ def plan(
         global_batch=batch_size * topology.dp_world_size * steps,
         param_bytes=param_bytes,
         grad_bytes=grad_bytes,
-        optimizer_bytes=_ADAM_STATES * grad_bytes,
+        optimizer_bytes=states_per_param * grad_bytes,
         accumulated_bytes=accumulated,
         gather_peak_bytes=_gather_peak(units),
         comm_bytes_per_step=_communication(model, units, topology, accelerator),

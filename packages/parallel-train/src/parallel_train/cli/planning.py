@@ -6,6 +6,7 @@ from parallel_config import ConfigError
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import PlanCommand
 from parallel_train.cli.parsing import Parsed
+from parallel_train.config import TrainConfig
 
 
 def run(parsed: Parsed) -> int:
@@ -24,6 +25,7 @@ def run(parsed: Parsed) -> int:
             config.accelerator,
             command.world_size,
             batch_size=config.batch_size,
+            states_per_param=_states_per_param(config),
         )
     except (ConfigError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -32,3 +34,10 @@ def run(parsed: Parsed) -> int:
         return USAGE_ERROR
     print(found.to_json() if command.json else found.render())
     return 0
+
+
+def _states_per_param(config: TrainConfig) -> int:
+    """Moments of the optimizer, and the average of the weights."""
+    has_momentum = config.optimizer.betas[0] > 0
+    moments = int(has_momentum) if config.optimizer.type == "sgd" else 2
+    return moments + (config.ema.decay is not None)
