@@ -97,6 +97,10 @@ def test_what_was_published_answers_like_the_model_that_was_trained(hub, trained
     assert set(files) == MODEL_FILES  # and no shard among them
     assert [name for name, data in files.items() if str(trained.parent).encode() in data] == []
     assert json.loads(files["train_config.json"])["dataset"]["root"] == "drawers"
+    (tmp_path / "again.json").write_bytes(files["train_config.json"])
+    capsys.readouterr()
+    assert run(["train", "--config", str(tmp_path / "again.json"), "--print_config"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(files["train_config.json"])
 
     before = load_policy(trained)
     after = load_policy("user/model")
