@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,23 +137,29 @@ def test_killed_before_every_change_to_the_folder(tmp_path: Path) -> None:
     assert moments > 60
 
 
-def save_until_killed(root: Path, victims: list[int], delay_s: float, first: int) -> None:
-    """Two sharded ranks save again and again; the victims die after `delay_s` of saving."""
+def save_until_killed(
+    root: Path, victims: list[int], moment: float, first: int, async_save: bool
+) -> None:
+    """Two sharded ranks save again and again; the victims die after `moment` times one save."""
     rank = dist.get_rank()
     with CheckpointSaver(
         root,
         topology=Topology(dp_shard=2),
         checkpoint_format=FORMAT,
-        config=CheckpointConfig(keep_last=3, async_save=first % 2 == 0),
+        config=CheckpointConfig(keep_last=3, async_save=async_save),
         on_note=lambda note: None,
         deadline_s=60,
     ) as saver:
         save(saver, first, float(first), shard=True)  # imports are done before the clock runs
+        saver.wait()
+        begin = time.monotonic()
+        save(saver, first + 1, float(first + 1), shard=True)
+        saver.wait()
         if rank in victims:
             # A signal that no handler can see or delay, as from the kernel's memory killer.
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, delay_s)
-        for step in range(first + 1, first + 200):
+            signal.setitimer(signal.ITIMER_REAL, moment * (time.monotonic() - begin))
+        for step in range(first + 2, first + 200):
             save(saver, step, float(step), shard=True)
 
 
@@ -162,8 +169,8 @@ class Tally:
 
     newest: int = 0
     deaths: int = 0
-    progressed: int = 0
-    """Trials that left a newer step than the one before."""
+    saves: int = 0
+    """Committed."""
     leftovers: int = 0
     """Folders of saves that were cut off."""
 
@@ -179,21 +186,20 @@ def campaign(
     tally = Tally()
     for trial in range(trials):
         victims = [[0], [1], [0, 1]][trial % 3]
-        delay_s = 0.005 + float(torch.rand((), generator=generator)) * 0.3
-        outcomes = rank_outcomes(
-            save_until_killed, 2, root, victims, delay_s, tally.newest + 1, timeout_s=WATCHDOG_S
-        )
+        moment = 0.02 + 3 * float(torch.rand((), generator=generator))
+        arguments = (root, victims, moment, tally.newest + 1, trial // 3 % 2 == 1)
+        outcomes = rank_outcomes(save_until_killed, 2, *arguments, timeout_s=WATCHDOG_S)
         check_deaths(outcomes, victims)
         tally.deaths += len(victims)
         tally.leftovers += len(RunFolder(root).hidden_folders())
         path, skipped = newest_intact(root)
         assert not skipped
-        if path is not None:
-            step = int(path.name)
-            assert step >= tally.newest
-            assert value_of(path, Topology(dp_shard=2)) == step
-            tally.progressed += step > tally.newest
-            tally.newest = step
+        assert path is not None
+        step = int(path.name)
+        assert step > tally.newest
+        assert value_of(path, Topology(dp_shard=2)) == step
+        tally.saves += step - tally.newest
+        tally.newest = step
         on_trial(trial + 1, tally)
     return tally
 

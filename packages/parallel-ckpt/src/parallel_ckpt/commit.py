@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
-from parallel_ckpt.hashing import hashed_file
+from parallel_ckpt.hashing import flush_files, hashed_file
 from parallel_ckpt.layout import (
     DELETED,
     LAST,
@@ -35,20 +36,23 @@ def begin(run: RunFolder, step: int) -> StepFolder:
     return folder
 
 
-def commit(run: RunFolder, temporary: StepFolder, manifest: Manifest) -> StepFolder:
+def commit(
+    run: RunFolder, temporary: StepFolder, manifest: Manifest, unflushed: Iterable[Path] = ()
+) -> StepFolder:
     """Turn a fully written folder into the checkpoint of its step, and point `last` at it.
 
-    Every file but the manifest must be on disk already. A former checkpoint of the step makes way.
+    Every file but the manifest and those in `unflushed` must be on disk already. A former
+    checkpoint of the step makes way.
     """
-    with hashed_file(temporary.manifest) as file:
+    with hashed_file(temporary.manifest, flush=False) as file:
         file.write(manifest.to_json().encode())
+    flush_files([*unflushed, temporary.manifest])
     _flush_folders(temporary.path)
     final = run.step(manifest.step)
     former = run.hidden(manifest.step, REPLACED, _token())
     if os.path.lexists(final.path):
         os.rename(final.path, former)
     os.rename(temporary.path, final.path)
-    flush_folder(run.checkpoints)
     point_last(run, manifest.step)
     _remove(former)
     return final
@@ -95,9 +99,11 @@ def point_last(run: RunFolder, step: int) -> None:
     """Point `last` at a committed step in one move.
 
     Where links are not to be had it is a file that holds the name. A folder of that name (a copied
-    tree) is left alone: checkpoints are found by their manifests, not by `last`.
+    tree) is left alone: checkpoints are found by their manifests, not by `last`. All names in
+    the folder are on disk when it returns.
     """
     if run.last.is_dir() and not run.last.is_symlink():
+        flush_folder(run.checkpoints)
         return
     name = step_name(step)
     spare = run.last.with_name(f".{run.last.name}.{_token()}")

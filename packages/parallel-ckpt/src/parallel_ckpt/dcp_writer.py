@@ -42,6 +42,7 @@ from parallel_ckpt.manifest import FileRecord
 from parallel_ckpt.shards import Shard
 
 BUFFER_BYTES = 1 << 18
+"""Gathers the many small writes of torch's archives."""
 THREADS = 2
 """Of writing per rank; measured: two give about three times what one gives."""
 
@@ -57,7 +58,7 @@ class Part:
 
 
 def write_part(folder: Path, shards: Mapping[str, Shard], rank: int) -> Part:
-    """Write this rank's boxes (those that it owns) and flush them to disk. No collective.
+    """Write this rank's boxes (those that it owns); flushing is left to the caller. No collective.
 
     The `.metadata` that makes the folder readable is written by `finish` on one rank.
 
@@ -87,7 +88,7 @@ def write_part(folder: Path, shards: Mapping[str, Shard], rank: int) -> Part:
 
 
 def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
-    """Write `.metadata` for what all ranks wrote; size and checksum of it by name."""
+    """Write `.metadata` for what all ranks wrote; size and checksum of it by name. Not flushed."""
     plans, metadata = create_default_global_save_plan([part.plan for part in parts])
     hints = {item.index: item.index for plan in plans for item in plan.items}
     results = [_with_hints(part.results, hints) for part in parts]
@@ -114,15 +115,6 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _Stream(io.BufferedWriter):
-    """Gathers the many small writes of torch's archives."""
-
-    def fileno(self) -> int:
-        """Asked for in order to flush to disk, which some versions of torch do without `flush`."""
-        self.flush()
-        return super().fileno()
-
-
 class _HashingFiles(FileSystem):
     """torch's file system with a record of every file written through it."""
 
@@ -138,7 +130,7 @@ class _HashingFiles(FileSystem):
             return
         with self._noting_errors(), HashingWriter(path) as file:
             try:
-                stream = _Stream(file, BUFFER_BYTES)
+                stream = io.BufferedWriter(file, BUFFER_BYTES)
                 yield stream
                 if not stream.closed:
                     stream.flush()
@@ -194,7 +186,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _writer(folder: Path, threads: int = 1) -> tuple[FileSystemWriter, _HashingFiles]:
-    writer = _Writer(folder, sync_files=True, thread_count=threads)
+    writer = _Writer(folder, sync_files=False, thread_count=threads)
     files = _HashingFiles()
     writer.fs = files
     return writer, files

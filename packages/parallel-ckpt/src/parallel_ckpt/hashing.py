@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +14,7 @@ import xxhash
 
 HASH_NAME = "xxh3_128"
 """Recorded by name in each manifest. It finds damage; it is no defence against tampering."""
+FLUSHING_THREADS = 4
 READ_BYTES = 4 << 20
 """Bytes read at a time when a file is hashed."""
 
@@ -90,8 +92,35 @@ class HashingWriter(io.RawIOBase):
 
 
 @contextmanager
-def hashed_file(path: str | os.PathLike[str]) -> Iterator[HashingWriter]:
-    """Write a file in order; leaving the block flushes it to disk. A failure leaves a part."""
+def hashed_file(path: str | os.PathLike[str], *, flush: bool = True) -> Iterator[HashingWriter]:
+    """Write a file in order; leaving the block flushes it to disk. A failure leaves a part.
+
+    Without `flush` it is on disk once `flush_files` has been told of it.
+    """
     with HashingWriter(path) as writer:
         yield writer
-        os.fsync(writer.fileno())
+        if flush:
+            os.fsync(writer.fileno())
+
+
+def flush_files(paths: Iterable[Path]) -> None:
+    """Flush files to disk that were written before, all after one another's writing.
+
+    A file system takes many files at once far faster than each after its own writing.
+
+    Raises:
+        OSError: names the file that the disk did not take.
+    """
+    with ThreadPoolExecutor(FLUSHING_THREADS, thread_name_prefix="flushing") as pool:
+        for _ in pool.map(_flush, paths):
+            continue
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +20,7 @@ from parallel_ckpt._ranks import DEADLINE_S, Ranks
 from parallel_ckpt.background import Background, Staging
 from parallel_ckpt.commit import abandon, begin, commit, delete, mend, read_last
 from parallel_ckpt.errors import CheckpointError
-from parallel_ckpt.hashing import hash_bytes, hashed_file
+from parallel_ckpt.hashing import flush_files, hash_bytes, hashed_file
 from parallel_ckpt.layout import (
     DCP,
     PRETRAINED_MODEL,
@@ -260,12 +260,17 @@ class CheckpointSaver:
         self, folder: StepFolder, snapshot: Snapshot, own: list[_Own], weights: list[FileRecord]
     ) -> Path:
         """Main rank: write what exists once and commit."""
-        records = [record for part in own for record in part.records]
-        records += weights + _finish_dcp(folder, own)
-        records += _write_documents(folder, snapshot.documents)
-        return self._commit(folder, snapshot, records)
+        late = _finish_dcp(folder, own) + _write_documents(folder, snapshot.documents)
+        early = [record for part in own for record in part.records] + weights
+        return self._commit(folder, snapshot, early + late, _paths(folder, late))
 
-    def _commit(self, folder: StepFolder, snapshot: Snapshot, files: list[FileRecord]) -> Path:
+    def _commit(
+        self,
+        folder: StepFolder,
+        snapshot: Snapshot,
+        files: list[FileRecord],
+        unflushed: list[Path],
+    ) -> Path:
         assert self._lock is not None
         self._lock.check()
         manifest = Manifest(
@@ -279,7 +284,7 @@ class CheckpointSaver:
             versions=_versions(),
             provenance=self._provenance,
         )
-        path = commit(self._run, folder, manifest).path
+        path = commit(self._run, folder, manifest, unflushed).path
         if self._on_commit is not None:
             self._on_commit(path)
         self._retire(snapshot.step)
@@ -371,7 +376,7 @@ def _write_own(
 ) -> _Own:
     weights, optimizer = _needed(snapshot, ranks, form)
     rng = folder.rng(ranks.rank)
-    with hashed_file(rng) as file:
+    with hashed_file(rng, flush=False) as file:
         file.write(snapshot.rng)
     relative = rng.relative_to(folder.path).as_posix()
     records = [FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)]
@@ -379,13 +384,18 @@ def _write_own(
         folder.optimizer, {name: snapshot.optimizer[name] for name in optimizer}, ranks.rank
     )
     records += dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", part.files)
-    if not form.has_dcp:
-        return _Own(records, part, None)
-    model = dcp_writer.write_part(
-        folder.dcp, {name: snapshot.weights[name] for name in weights}, ranks.rank
-    )
-    records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", model.files)
+    model = None
+    if form.has_dcp:
+        model = dcp_writer.write_part(
+            folder.dcp, {name: snapshot.weights[name] for name in weights}, ranks.rank
+        )
+        records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", model.files)
+    flush_files(_paths(folder, records))
     return _Own(records, part, model)
+
+
+def _paths(folder: StepFolder, records: Sequence[FileRecord]) -> list[Path]:
+    return [folder.path / record.path for record in records]
 
 
 def _finish_dcp(folder: StepFolder, own: list[_Own]) -> list[FileRecord]:
@@ -403,7 +413,7 @@ def _write_documents(folder: StepFolder, documents: Mapping[str, bytes]) -> list
     for relative, content in documents.items():
         path = folder.path / relative
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hashed_file(path) as file:
+        with hashed_file(path, flush=False) as file:
             file.write(content)
         records.append(
             FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)
