@@ -26,9 +26,9 @@ def apply_determinism(config: AcceleratorConfig) -> None:
 def fix_buckets(model: nn.Module) -> None:
     """Collective: every rank. Settle DDP's gradient buckets before the first backward.
 
-    Left alone, DDP sorts them anew after the first update of a process. More than two ranks then add
-    the same numbers in another order, so that a resumed run, which begins again with unsorted ones,
-    would differ from the run that went on in its last bits.
+    Left alone, DDP sorts them anew after the first update of a process. More than two ranks then
+    add the same numbers in another order, so that a resumed run, which begins again with unsorted
+    ones, would differ from the run that went on in its last bits.
     """
     if isinstance(model, DistributedDataParallel):
         model.reducer._push_all_rebuilt_params()
