@@ -12,7 +12,7 @@ import torch
 from parallel_ckpt.shards import Shard
 
 if TYPE_CHECKING:
-    from parallel_ckpt.saving import Snapshot
+    from parallel_ckpt.snapshot import Snapshot
 
 T = TypeVar("T")
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import datetime
 import platform
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 from parallel_ckpt import dcp_writer
@@ -20,40 +18,23 @@ from parallel_ckpt._ranks import DEADLINE_S, Ranks
 from parallel_ckpt.background import Background, Staging
 from parallel_ckpt.commit import abandon, begin, commit, delete, mend, read_last
 from parallel_ckpt.errors import CheckpointError
-from parallel_ckpt.hashing import flush_files, hash_bytes, hashed_file
+from parallel_ckpt.hashing import hash_bytes
 from parallel_ckpt.layout import (
-    DCP,
     PRETRAINED_MODEL,
     PROBE,
-    TRAIN_CONFIG,
-    TRAINING_STATE,
     RunFolder,
     StepFolder,
 )
 from parallel_ckpt.lock import RunLock
-from parallel_ckpt.manifest import FileRecord, Manifest, is_safe_path, read_manifest
-from parallel_ckpt.optimizer_state import OptimizerState, collect, inner_scheduler
-from parallel_ckpt.plain import dump_json
+from parallel_ckpt.manifest import FileRecord, Manifest, read_manifest
+from parallel_ckpt.optimizer_state import inner_scheduler
 from parallel_ckpt.retention import superseded
-from parallel_ckpt.rng import RngState
-from parallel_ckpt.shards import Shard, model_shards, owners, signature
+from parallel_ckpt.shards import signature
+from parallel_ckpt.snapshot import Snapshot, checked_files, take_snapshot
 from parallel_ckpt.weights import write_safetensors
+from parallel_ckpt.writing import Own, finish_dcp, needed, paths, write_documents, write_own
 from parallel_config import CheckpointConfig, CheckpointFormat, ConfigError, Topology
 from parallel_config.checkpoint import parse_size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """Everything of one moment that a checkpoint holds, on this rank."""
-
-    step: int
-    samples_seen: int
-    weights: Mapping[str, Shard]
-    optimizer: Mapping[str, Shard]
-    documents: Mapping[str, bytes]
-    """Files that exist once, by path in the checkpoint; the same on every rank."""
-    rng: bytes
-    """Random state of this rank, as a safetensors file."""
 
 
 class CheckpointSaver:
@@ -206,8 +187,8 @@ class CheckpointSaver:
         taken: list[Snapshot] = []
 
         def take() -> str:
-            files = _model_files(train_config, model_files)
-            snapshot = _take_snapshot(files=files, **given)
+            files = checked_files(train_config, model_files)
+            snapshot = take_snapshot(files=files, **given)
             taken.append(snapshot)
             shapes = signature(snapshot.weights), signature(snapshot.optimizer)
             return hash_bytes(repr((snapshot.step, shapes)).encode())
@@ -225,14 +206,14 @@ class CheckpointSaver:
 
     def _stage(self, snapshot: Snapshot) -> Snapshot:
         """Copy what this rank will write into memory that nothing else touches."""
-        needed = _needed(snapshot, self._ranks, self._format)
-        return self._ranks.attempt(lambda: self._staging.copy(snapshot, needed))
+        names = needed(snapshot, self._ranks, self._format)
+        return self._ranks.attempt(lambda: self._staging.copy(snapshot, names))
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> Path:
         """Write, flush, agree, commit."""
         folder = StepFolder(Path(ranks.on_main(lambda: str(self._begin(snapshot.step)))))
         try:
-            own = ranks.attempt_all(lambda: _write_own(folder, snapshot, ranks, self._format))
+            own = ranks.attempt_all(lambda: write_own(folder, snapshot, ranks, self._format))
             weights = self._write_safetensors(folder, snapshot, ranks)
             path = ranks.on_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
         except BaseException:
@@ -257,12 +238,12 @@ class CheckpointSaver:
         return dcp_writer.file_records(PRETRAINED_MODEL, files)
 
     def _conclude(
-        self, folder: StepFolder, snapshot: Snapshot, own: list[_Own], weights: list[FileRecord]
+        self, folder: StepFolder, snapshot: Snapshot, own: list[Own], weights: list[FileRecord]
     ) -> Path:
         """Main rank: write what exists once and commit."""
-        late = _finish_dcp(folder, own) + _write_documents(folder, snapshot.documents)
+        late = finish_dcp(folder, own) + write_documents(folder, snapshot.documents)
         early = [record for part in own for record in part.records] + weights
-        return self._commit(folder, snapshot, early + late, _paths(folder, late))
+        return self._commit(folder, snapshot, early + late, paths(folder, late))
 
     def _commit(
         self,
@@ -304,121 +285,6 @@ class CheckpointSaver:
                 delete(self._run, old)
             except OSError as error:
                 self._on_note(f"{self._run.step(old).path}: not deleted: {error.strerror}.")
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What one rank wrote by itself."""
-
-    records: list[FileRecord]
-    optimizer: dcp_writer.Part
-    weights: dcp_writer.Part | None
-
-
-def _take_snapshot(
-    *,
-    step: int,
-    samples_seen: int,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    data_state: Any,
-    files: Mapping[str, bytes],
-) -> Snapshot:
-    state = OptimizerState({}, {"groups": [], "state": {}, "scaler": None})
-    if optimizer is not None:
-        state = collect(model, optimizer)
-    facts = {"step": step, "samples_seen": samples_seen, "seed": torch.initial_seed()}
-    scheduler_state = None if scheduler is None else scheduler.state_dict()
-    documents = {
-        "training_step.json": dump_json(facts, "training_step"),
-        "optimizer.json": dump_json(state.index, "optimizer"),
-        "scheduler.json": dump_json(scheduler_state, "scheduler"),
-        "data.json": dump_json(data_state, "data_state"),
-    }
-    return Snapshot(
-        step=step,
-        samples_seen=samples_seen,
-        weights=model_shards(model),
-        optimizer=state.shards,
-        documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
-        rng=safetensors_bytes(dict(RngState.capture().tensors)),
-    )
-
-
-def _model_files(
-    train_config: str | None, model_files: Mapping[str, str | bytes]
-) -> dict[str, bytes]:
-    files: dict[str, bytes] = {}
-    given = dict(model_files) | ({} if train_config is None else {TRAIN_CONFIG: train_config})
-    for name, content in given.items():
-        reserved = name.startswith("model") and name.endswith((".safetensors", ".index.json"))
-        if not is_safe_path(name) or reserved or name.split("/")[0] == DCP:
-            raise CheckpointError.of("model_files", f"names {name!r}, which is no name to give.")
-        files[f"{PRETRAINED_MODEL}/{name}"] = (
-            content.encode() if isinstance(content, str) else bytes(content)
-        )
-    return files
-
-
-def _needed(snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat) -> tuple[set[str], set[str]]:
-    """Names of weights and of optimizer tensors that this rank will write or send."""
-
-    def mine(shards: Mapping[str, Shard], spread: bool) -> set[str]:
-        chosen = owners(shards, ranks.world_size, spread=spread)
-        return {name for name, owner in chosen.items() if owner == ranks.rank}
-
-    return mine(snapshot.weights, not form.has_safetensors), mine(snapshot.optimizer, True)
-
-
-def _write_own(
-    folder: StepFolder, snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat
-) -> _Own:
-    weights, optimizer = _needed(snapshot, ranks, form)
-    rng = folder.rng(ranks.rank)
-    with hashed_file(rng, flush=False) as file:
-        file.write(snapshot.rng)
-    relative = rng.relative_to(folder.path).as_posix()
-    records = [FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)]
-    part = dcp_writer.write_part(
-        folder.optimizer, {name: snapshot.optimizer[name] for name in optimizer}, ranks.rank
-    )
-    records += dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", part.files)
-    model = None
-    if form.has_dcp:
-        model = dcp_writer.write_part(
-            folder.dcp, {name: snapshot.weights[name] for name in weights}, ranks.rank
-        )
-        records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", model.files)
-    flush_files(_paths(folder, records))
-    return _Own(records, part, model)
-
-
-def _paths(folder: StepFolder, records: Sequence[FileRecord]) -> list[Path]:
-    return [folder.path / record.path for record in records]
-
-
-def _finish_dcp(folder: StepFolder, own: list[_Own]) -> list[FileRecord]:
-    files = dcp_writer.finish(folder.optimizer, [part.optimizer for part in own])
-    records = dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", files)
-    models = [part.weights for part in own if part.weights is not None]
-    if models:
-        files = dcp_writer.finish(folder.dcp, models)
-        records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", files)
-    return records
-
-
-def _write_documents(folder: StepFolder, documents: Mapping[str, bytes]) -> list[FileRecord]:
-    records = []
-    for relative, content in documents.items():
-        path = folder.path / relative
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with hashed_file(path, flush=False) as file:
-            file.write(content)
-        records.append(
-            FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)
-        )
-    return records
 
 
 def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
