@@ -13,7 +13,6 @@ from parallel_engine._ranks import together as together
 from parallel_engine.ema import Ema as Ema
 from parallel_engine.ema import resume_average as resume_average
 from parallel_engine.engine import Engine as Engine
-from parallel_engine.engine import unwrap as unwrap
 from parallel_engine.evaluation import EvalReport as EvalReport
 from parallel_engine.evaluation import evaluate_loss as evaluate_loss
 from parallel_engine.failures import PeerError as PeerError
@@ -26,3 +25,4 @@ from parallel_engine.plan import plan as plan
 from parallel_engine.step import Loss as Loss
 from parallel_engine.step import NonFiniteError as NonFiniteError
 from parallel_engine.step import StepReport as StepReport
+from parallel_engine.wrapping import unwrap as unwrap

@@ -17,8 +17,6 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from parallel_config import (
@@ -34,6 +32,7 @@ from parallel_engine import _ranks, preflight
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import DTYPES, build_accelerator, without_mesh_warnings
 from parallel_engine.alike import begin_alike, require_same_config
+from parallel_engine.building import OptimizerFactory, build, order_of_building, require
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
@@ -56,13 +55,12 @@ from parallel_engine.wrapping import (
     forward_methods,
     resolve_wrap_policy,
     unit_sizes,
+    unwrap,
+    without_sync,
     wrap_units,
 )
 
 log = logging.getLogger("parallel_engine")
-
-OptimizerFactory = Callable[[nn.Module], Optimizer]
-"""Builds the optimizer once the model has real parameters; they may be shards."""
 
 
 class Engine:
@@ -159,7 +157,7 @@ class Engine:
         if not sharded:
             _ranks.together(lambda: self._materialize(model, on_meta, fill))
         if not built_late:
-            optimizer, scheduler = _ranks.together(lambda: _build(model, optimizer, scheduler))
+            optimizer, scheduler = _ranks.together(lambda: build(model, optimizer, scheduler))
         policy = resolve_wrap_policy(model, self.config.fsdp) if sharded else None
         ignored = preflight.ignored_modules(model, self.config) if policy else []
         replicated = _names_of(model, ignored)
@@ -172,7 +170,7 @@ class Engine:
         if sharded:
             _ranks.together(lambda: self._materialize(wrapped, on_meta, fill))
         if built_late:
-            optimizer, scheduler = _ranks.together(lambda: _build(wrapped, optimizer, scheduler))
+            optimizer, scheduler = _ranks.together(lambda: build(wrapped, optimizer, scheduler))
             optimizer = accelerator.prepare_optimizer(optimizer)
             scheduler = scheduler and accelerator.prepare_scheduler(scheduler)
         prepare_entry_points(
@@ -344,11 +342,11 @@ class Engine:
         return self._failures.told()
 
     def _check(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[str, ...]:
-        _require("model", model, nn.Module)
+        require("model", model, nn.Module)
         built = isinstance(optimizer, Optimizer)
         if not built and not callable(optimizer):
-            _require("optimizer", optimizer, Optimizer)
-        problems = list(_order_of_building(optimizer if built else None, scheduler))
+            require("optimizer", optimizer, Optimizer)
+        problems = list(order_of_building(optimizer if built else None, scheduler))
         if problems:
             raise ConfigError(problems)
         preflight.check(
@@ -405,77 +403,6 @@ class Engine:
                 "%d wrap units (%s), with their parameters: %s%s",
                 len(sizes), source, "; ".join(shown[:20]), more,
             )  # fmt: skip
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP; any other as it is."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-@contextlib.contextmanager
-def without_sync(model: nn.Module) -> Iterator[None]:
-    """Gradients of backward passes in here stay this rank's own; the next one outside sends all.
-
-    Not accelerate's: its state forgets on CPU that the model is sharded, see cpu_fsdp.py.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-    elif isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    else:
-        yield
-
-
-def _require(name: str, value: object, kind: type[Any]) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(
-            Problem(name, f"is a {type(value).__name__}; one {kind.__name__} is needed.")
-        )
-
-
-def _order_of_building(optimizer: Optimizer | None, scheduler: Any) -> Iterator[Problem]:
-    """Whether optimizer and scheduler are given in a form that can be built in time."""
-    if optimizer is None:
-        if scheduler is not None and not _is_factory(scheduler):
-            yield Problem(
-                "scheduler",
-                f"is a {type(scheduler).__name__} of another optimizer than the one that is built "
-                "later.",
-                "Give a function that builds it: lambda optimizer: LambdaLR(optimizer, ...).",
-            )
-    elif any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
-        yield Problem(
-            "optimizer",
-            f"is a {type(optimizer).__name__} of parameters on the meta device, which become "
-            "others when they get memory.",
-            "Give a function that builds it: lambda model: AdamW(model.parameters()).",
-        )
-
-
-def _is_factory(scheduler: Any) -> bool:
-    return callable(scheduler) and not hasattr(scheduler, "step")
-
-
-def _build(
-    model: nn.Module, optimizer: Optimizer | OptimizerFactory, scheduler: Any
-) -> tuple[Optimizer, Any]:
-    """Call what was given as functions.
-
-    Raises:
-        ConfigError: what was built is no optimizer, or not of this model's parameters.
-    """
-    if not isinstance(optimizer, Optimizer):
-        optimizer = optimizer(model)
-        _require("optimizer", optimizer, Optimizer)
-        problems = list(preflight.optimizer_problems(model, optimizer))
-        if problems:
-            raise ConfigError(problems)
-    return optimizer, scheduler(optimizer) if _is_factory(scheduler) else scheduler
 
 
 def _declared_units(model: nn.Module, config: AcceleratorConfig) -> dict[str, nn.Module]:

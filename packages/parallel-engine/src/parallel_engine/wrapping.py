@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import ConfigError, FSDPConfig, Problem, clean_fqn
 from parallel_config.errors import nearest
@@ -172,3 +173,27 @@ def _classes(model: nn.Module) -> list[str]:
 
 def _class_list(model: nn.Module) -> str:
     return ", ".join(_classes(model))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside DDP; any other as it is."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@contextlib.contextmanager
+def without_sync(model: nn.Module) -> Iterator[None]:
+    """Gradients of backward passes in here stay this rank's own; the next one outside sends all.
+
+    Not accelerate's: its state forgets on CPU that the model is sharded, see cpu_fsdp.py.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield

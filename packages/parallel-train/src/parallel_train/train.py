@@ -15,6 +15,7 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parallel_ckpt import CheckpointSaver, read_start, restore
 from parallel_config.environment import accelerate_variables, check_environment, environment_wins
@@ -182,8 +183,13 @@ def _sinks(is_main: bool, start: Start, step: int) -> Sinks:
 
 def _prepare(engine: Engine, task: Task, config: TrainConfig) -> Prepared:
     """Collective: every rank. Shard and wrap what was built."""
+    optimizer: Any = task.build_optimizer
+    scheduler: Any = task.build_scheduler
+    if not config.meta_init:  # built before the model is cut, as for one process
+        optimizer = optimizer(task.model)
+        scheduler = scheduler(optimizer)
     model, optimizer, scheduler, loader = engine.prepare(
-        task.model, task.build_optimizer, task.build_scheduler, task.loader, fill=task.fill
+        task.model, optimizer, scheduler, task.loader, fill=task.fill
     )
     return Prepared(
         model,
