@@ -200,7 +200,7 @@ def open_savers(folder: Path) -> dict[str, CheckpointSaver]:
         f"{kind}{form}": CheckpointSaver(
             folder / f"{kind}{form}",
             topology=TOPOLOGY,
-            config=CheckpointConfig(keep_last=1, async_save=kind == "async "),
+            config=CheckpointConfig(async_save=kind == "async "),
             checkpoint_format=of,
         )
         for kind in ("", "async ")
@@ -212,18 +212,16 @@ def saver_ways(bench: Bench, savers: dict[str, CheckpointSaver]) -> Iterator[Cal
     """Collective when called: a save by each open saver, its checkpoint kept for the loads."""
 
     def once(name: str) -> None:
-        saver = savers[name]
+        saver, step = savers[name], next(STEPS)
+        former = list((bench.folder / name / "checkpoints").glob("0*"))
 
         def act() -> None:
-            saver.save(
-                step=next(STEPS), samples_seen=0, model=bench.model, optimizer=bench.optimizer
-            )
+            saver.save(step=step, samples_seen=0, model=bench.model, optimizer=bench.optimizer)
 
-        if not name.startswith("async"):
-            bench.timed(f"save {name}", act)
-            return
-        bench.timed(f"save {name}, pause", act)
+        bench.timed(f"save {name}" + (", pause" if name.startswith("async") else ""), act)
         saver.wait()
+        for path in former:  # no part of a save, as little as with the other ways
+            bench.remove(path)
 
     for name in savers:
         yield lambda name=name: once(name)
