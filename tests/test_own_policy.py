@@ -98,7 +98,8 @@ def test_the_commands_of_the_page_run_one_after_another(ptrain, tmp_path):
 def test_a_path_in_a_checkpoint_is_only_taken_when_the_user_repeats_it(ptrain, tmp_path):
     env = on_path(EXAMPLE / "src")
     path = "my_policies.modeling:MLPPolicy"
-    ptrain("train", "--policy.type", path, "--steps", 2, "--output_dir", "run", env=env)
+    text = ptrain("train", "--policy.type", path, "--steps", 2, "--output_dir", "run", env=env)
+    assert f"ptrain resume run --policy.type {path} --steps 4" in text
     refused = ptrain("resume", "run", "--steps", 3, env=env, code=2)
     assert f"If you trust it, repeat it: --policy.type {path}." in refused
     other = ["--policy.type", "my_policies.configuration:MLPConfig"]

@@ -58,13 +58,9 @@ def train(degrees, precision, reduce_dtype="fp32", loaded_in=torch.bfloat16, lr=
     model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
     trained = [p for p in model.parameters() if p.requires_grad]
     gradients = set()
-    step = optimizer.step
-
-    def recording():
-        gradients.update(p.grad.dtype for p in trained)
-        step()
-
-    optimizer.step = recording
+    optimizer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(p.grad.dtype for p in trained)
+    )
     generator = torch.Generator().manual_seed(engine.rank)
     x = torch.randn(4, 8, generator=generator).to(loaded_in)
     numbers = []

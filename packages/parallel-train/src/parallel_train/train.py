@@ -23,6 +23,7 @@ from parallel_engine import Ema, Engine, any_rank, connect, from_main, resume_av
 from parallel_engine.loading import prepare_loader
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.loop import Loop, Prepared
+from parallel_train.policies.registry import POLICIES
 from parallel_train.publishing import RunPublisher, finished_hint
 from parallel_train.resume import kept_hyperparameters
 from parallel_train.run_folder import RunFolder
@@ -141,7 +142,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         )
         began = time.perf_counter()
         done = loop.run(stop, opened.restore_rng if opened else None)
-        sinks.note(_summary(start.folder, step, done, config.steps, time.perf_counter() - began))
+        sinks.note(_summary(start, step, done, time.perf_counter() - began))
         if done == config.steps:
             with prepared.averaged():
                 publisher.stage(prepared.model, step=done, files=task.model_files)
@@ -229,16 +230,20 @@ def _headline(start: Start, num_parameters: int) -> str:
     )
 
 
-def _summary(folder: RunFolder, begun: int, done: int, steps: int, seconds: float) -> str:
+def _summary(start: Start, begun: int, done: int, seconds: float) -> str:
+    folder, steps = start.folder, start.config.steps
     if done == begun:
         return f"stopped on request before the first update: step {done} of {steps}"
     state = "finished" if done >= steps else "stopped on request, checkpoint written"
     goal = steps if done < steps else 2 * steps
+    name = POLICIES.name_of(start.config.policy)
+    # A class named by path is taken from a checkpoint only when the user names it too.
+    repeated = f" --policy.type {name}" if ":" in name else ""
     return "\n".join(
         [
             f"{state}: step {done} of {steps} after {seconds:.0f} s",
             f"  look:    ptrain inspect {folder.last}",
-            f"  go on:   ptrain resume {folder.path} --steps {goal}",
+            f"  go on:   ptrain resume {folder.path}{repeated} --steps {goal}",
             f"  numbers: {folder.metrics}",
         ]
     )
