@@ -30,5 +30,7 @@ def demonstration(rng: np.random.Generator) -> Episode:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     rng = np.random.default_rng(0)
     write_dataset(Path(sys.argv[1]), [demonstration(rng) for _ in range(20)], fps=FPS)

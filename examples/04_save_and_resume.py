@@ -12,6 +12,8 @@ import torch
 from parallel_ckpt import CheckpointSaver, newest_intact, read_start, restore
 from parallel_config import Topology
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 run_dir = sys.argv[1]
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters())

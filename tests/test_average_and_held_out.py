@@ -71,3 +71,28 @@ def test_the_average_is_what_is_kept_and_the_weights_are_what_goes_on(ptrain, sm
 def test_a_split_that_cannot_be(ptrain, small, flags, message):
     text = ptrain("train", *small, *flags, code=2)
     assert message in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_a_sharded_run_saves_right_after_an_evaluation(ptrain, small, form):
+    """The root was left gathered by the evaluation, and its shards were not found."""
+    sharded = ["--nproc_per_node", 2, "--parallelism.dp_shard", 2, "--batch_size", 4]
+    sharded += ["--checkpoint_format", form, "--steps", 3, "--checkpoint.save_freq", 2]
+    ptrain("train", *small, *sharded, "--output_dir", "run", "--eval.fraction", "0.5")
+    ptrain("train", *small, *sharded, "--output_dir", "other", "--eval.fraction", "0.5",
+           "--eval.freq", 1)  # fmt: skip
+    for name in ("run", "other"):
+        assert ptrain.rows(name)[-1]["step"] == 3
+        ptrain("verify", name)
+    # Evaluating leaves no trace in training.
+    for a, b in zip(ptrain.rows("run"), ptrain.rows("other"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
+def test_the_held_out_loss_of_act_does_not_depend_on_the_ranks(ptrain, small):
+    still = ["--steps", 1, "--optimizer.lr", "1e-12", "--optimizer.weight_decay", 0]
+    held_out = ["--eval.episodes", 2, "--eval.max_samples", 13]
+    ptrain("train", *small, *still, *held_out, "--output_dir", "one")
+    ptrain("train", *small, *still, *held_out, "--output_dir", "two", "--nproc_per_node", 2)
+    one, two = (ptrain.rows(run)[-1]["eval_loss"] for run in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-5)

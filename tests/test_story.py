@@ -256,3 +256,18 @@ def test_a_plan_needs_no_ranks(ptrain):
     assert "makes 2, but this launch has 3 ranks" in ptrain(
         "plan", "--world_size", 3, "--parallelism.dp_shard", 2, code=2
     )
+
+
+def test_what_a_resume_cannot_do_is_refused(ptrain, small):
+    ptrain("train", *small, "--steps", 2, "--output_dir", "run")
+    text = ptrain("resume", "run", "--steps", 3, "--output_dir", "elsewhere", code=2)
+    assert "output_dir = 'elsewhere', but a run goes on in its own folder" in text
+    text = ptrain("resume", "run", "--steps", 3, "--optimizer.type", "sgd", code=2)
+    assert "optimizer.type = 'sgd', but the checkpoint holds the state of 'adamw'" in text
+    assert "(step 2)" in ptrain("resume", "run", "--steps", 3, "--output_dir", "run")
+
+
+def test_a_run_that_diverges_says_so_in_one_line(ptrain, small):
+    text = ptrain("train", *small, "--steps", 9, "--optimizer.lr", "1e30", code=1)
+    assert "not finite, before the update. Look at the data, or use a lower learning" in text
+    assert "Traceback" not in text

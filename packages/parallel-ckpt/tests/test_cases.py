@@ -363,3 +363,26 @@ def read_manifest_world(run: Path) -> Any:
     from parallel_ckpt import StepFolder
 
     return read_manifest(StepFolder(resolve_checkpoint(run))).topology.world_size
+
+
+def save_while_gathered(folder: Path) -> bool:
+    """After a forward without a backward FSDP2's root holds gathered parameters."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(nn.Linear(7, 5), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    assert not isinstance(model.weight, DTensor)
+    topology = Topology(dp_shard=2)
+    with CheckpointSaver(folder, topology=topology) as saver:
+        path = saver.save(step=1, samples_seen=2, model=model, optimizer=optimizer)
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    restored = restore(path, model, optimizer)
+    return isinstance(model.weight, DTensor) and restored.num_optimizer_entries == 6
+
+
+def test_a_model_that_is_gathered_at_the_moment_is_saved_and_restored(tmp_path: Path) -> None:
+    assert run_ranks(save_while_gathered, 2, tmp_path) == [True, True]

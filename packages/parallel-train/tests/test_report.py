@@ -75,3 +75,11 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys, lines, output, message):
     flags = ["--output", str(tmp_path / output)] if output else []
     assert run(["report", str(folder), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_rows_that_were_damaged_by_hand_are_passed_over(tmp_path):
+    folder = write(tmp_path / "run", [*rows(2), {"step": 3}, {**rows(1)[0], "loss": None}])
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n[1]\n")
+    assert [row["step"] for row in read_rows(folder)] == [1, 2, 1]
+    assert draw_report(folder).is_file()

@@ -138,10 +138,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: a module keeps extra state, which could only be pickled.
     """
-    model = unwrap(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    model = _resharded(model)
     _refuse_extra_state(model)
     tensors = {clean_fqn(name): parameter for name, parameter in model.named_parameters()}
     return tensors | dict(_persistent_buffers(model))
@@ -169,8 +166,17 @@ def model_shards(model: nn.Module) -> dict[str, Shard]:
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    """FQN of each parameter, tied ones once."""
-    return {p: clean_fqn(name) for name, p in unwrap(model).named_parameters()}
+    """FQN of each parameter, tied ones once; FSDP2 units are resharded first."""
+    return {p: clean_fqn(name) for name, p in _resharded(model).named_parameters()}
+
+
+def _resharded(model: nn.Module) -> nn.Module:
+    """The user's own model with its shards as parameters: gathered units have others."""
+    model = unwrap(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

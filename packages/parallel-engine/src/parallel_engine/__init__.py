@@ -25,4 +25,5 @@ from parallel_engine.plan import plan as plan
 from parallel_engine.step import Loss as Loss
 from parallel_engine.step import NonFiniteError as NonFiniteError
 from parallel_engine.step import StepReport as StepReport
+from parallel_engine.step import UnusedParametersError as UnusedParametersError
 from parallel_engine.wrapping import unwrap as unwrap

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel_config import ConfigError, EMAConfig, Problem, clean_fqn
+from parallel_engine.wrapping import reshard
 
 AVERAGE = "ema"
 """Key of a parameter's average in the optimizer's state."""
@@ -115,19 +115,13 @@ def resume_average(model: nn.Module, optimizer: Any, ema: Ema | None) -> str | N
 def _exchange(model: nn.Module, optimizer: Optimizer, source: str, target: str) -> None:
     """Parameters take the values kept under `source`; their own are kept under `target`."""
     # What is gathered of a sharded module is a copy of the shards, and would outlive the exchange.
-    _reshard(model)
+    reshard(model)
     for parameter, state in optimizer.state.items():
         if source in state:
             kept, own = state.pop(source), parameter.detach().clone()
             _local(parameter.detach()).copy_(_local(kept))
             state[target] = own
-    _reshard(model)
-
-
-def _reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
 
 
 def _require_wide(model: nn.Module) -> None:

@@ -389,7 +389,10 @@ class Engine:
 
     def _refuse_or_count(self, loss: float, norm: float) -> None:
         self.num_skipped += 1
-        message = f"loss = {loss}, gradient norm = {norm}: not finite, before the update"
+        message = (
+            f"loss = {loss}, gradient norm = {norm}: not finite, before the update. Look at the "
+            "data, or use a lower learning rate"
+        )
         if self.on_nonfinite == "error":
             raise NonFiniteError(message)
         log.warning("%s; update skipped (%d so far)", message, self.num_skipped)

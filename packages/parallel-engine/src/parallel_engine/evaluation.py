@@ -1,4 +1,7 @@
-"""The loss on data that is not trained on: exact on any number of ranks, and without a trace."""
+"""The loss on data that is not trained on: exact on any number of ranks, and without a trace.
+
+A loss that draws noise of its own differs between numbers of ranks by that noise.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_engine.step import LossFn, evaluate
+from parallel_engine.wrapping import reshard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +83,16 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 @contextlib.contextmanager
 def _mode_kept(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within; afterwards each module is in the mode that it was in."""
+    """Evaluation mode within; afterwards each module is in the mode that it was in, and sharded.
+
+    FSDP2 keeps the root gathered after a forward, for the backward that does not come.
+    """
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
+        reshard(model)
         for module in training:
             module.training = True
 

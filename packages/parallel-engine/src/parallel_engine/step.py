@@ -58,6 +58,10 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient norm is NaN or infinite; raised on every rank before the update."""
 
 
+class UnusedParametersError(RuntimeError):
+    """Trainable parameters took no part in the loss, which DDP must be told beforehand."""
+
+
 @dataclass(frozen=True)
 class Window:
     """What the micro-batches of one update added up to on this rank; float64 sums."""
@@ -148,7 +152,8 @@ def require_all_used(model: nn.Module, *, allowed: bool) -> None:
     """Check that DDP reduced every gradient; one it waited for would fail the next forward.
 
     Raises:
-        RuntimeError: parameters took no part in the loss, by name, with the flag that allows them.
+        UnusedParametersError: parameters took no part in the loss, by name, with the flag that
+            allows them.
     """
     if allowed or not isinstance(model, DistributedDataParallel):
         return
@@ -156,7 +161,7 @@ def require_all_used(model: nn.Module, *, allowed: bool) -> None:
     unused = [clean_fqn(name) for name, p in named if p.requires_grad and p.grad is None]
     if unused:
         shown = ", ".join(unused[:10]) + (" ..." if len(unused) > 10 else "")
-        raise RuntimeError(
+        raise UnusedParametersError(
             f"{len(unused)} trainable parameters took no part in the loss: {shown}. Freeze them, "
             "or allow it with --accelerator.ddp.find_unused_parameters."
         )

@@ -197,3 +197,10 @@ def without_sync(model: nn.Module) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what is gathered of a sharded model, so that the shards are its parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

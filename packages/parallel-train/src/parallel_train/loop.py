@@ -80,7 +80,7 @@ class Loop:
             step += 1
             seconds = watch.lap()
             stopping = self.engine.any(stop.received is not None)
-            found = self.evaluate() if self._evaluation_due(step) and not stopping else {}
+            found = self.evaluate() if self._evaluation_due(step, stopping) else {}
             self.sinks.emit(self._row(step, report, seconds, found))
             if self._due(step) or stopping:
                 self.save(step)
@@ -120,10 +120,11 @@ class Loop:
                 model_files=self.model_files,
             )
 
-    def _evaluation_due(self, step: int) -> bool:
+    def _evaluation_due(self, step: int, stopping: bool) -> bool:
+        """At the last step in any case; whoever asks to stop does not wait for another one."""
         if self.prepared.held_out is None:
             return False
-        return step == self.config.steps or step % self.config.eval.freq == 0
+        return step == self.config.steps or (step % self.config.eval.freq == 0 and not stopping)
 
     def _due(self, step: int) -> bool:
         freq = self.config.checkpoint.save_freq

@@ -27,7 +27,9 @@ def draw_report(run: str | Path, output: str | Path | None = None) -> Path:
         figure.savefig(target, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            Problem("output", f"= {str(target)!r} cannot be written: {error}", "Use --output.")
+            Problem(
+                "output", f"= {str(target)!r} cannot be written: {error}.", "Use another --output."
+            )
         ) from error
     return target
 
@@ -40,7 +42,7 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
     """
     path = folder / "metrics.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(
             Problem("path", f"= {str(folder)!r} holds no metrics.jsonl.", "Give a run folder.")
@@ -56,7 +58,9 @@ def _row(line: str) -> dict[str, float] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and "step" in row else None
+    if not isinstance(row, dict) or not {"step", "samples_seen"} <= row.keys():
+        return None
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
 
 
 def _figure(name: str, rows: Rows) -> Any:

@@ -142,12 +142,9 @@ def _wait_for_writer(folder: RunFolder) -> list[str]:
 def _locate(job: Job) -> tuple[RunFolder, Path | None]:
     """The run folder, and the checkpoint where one was named outright."""
     if job.checkpoint is not None:
-        run = RunFolder(job.checkpoint.expanduser().absolute())
-        if run.checkpoints.is_dir():
-            resolve_checkpoint(run.path)  # says so when there is none
-            return run, None
-        step = resolve_checkpoint(job.checkpoint)
-        return RunFolder(step.parent.parent), step
+        folder, checkpoint = _named(job.checkpoint)
+        _require_own_folder(job, folder)
+        return folder, checkpoint
     if job.resume != "never" and job.config.output_dir is None:
         raise ConfigError(
             Problem(
@@ -171,6 +168,40 @@ def _locate(job: Job) -> tuple[RunFolder, Path | None]:
     return folder, None
 
 
+def _named(path: Path) -> tuple[RunFolder, Path | None]:
+    """What a path that was named outright means: a run, or one checkpoint of it."""
+    run = RunFolder(path.expanduser().absolute())
+    if run.checkpoints.is_dir():
+        resolve_checkpoint(run.path)  # says so when there is none
+        return run, None
+    step = resolve_checkpoint(path)
+    return RunFolder(step.parent.parent), step
+
+
+def _require_own_folder(job: Job, folder: RunFolder) -> None:
+    other = job.config.output_dir
+    if job.output_dir_given and other and Path(other).resolve() != folder.path.resolve():
+        raise ConfigError(
+            Problem(
+                "output_dir",
+                f"= {other!r}, but a run goes on in its own folder, {str(folder.path)!r}.",
+                "Leave it out. To go on elsewhere, copy the run's folder and resume the copy.",
+            )
+        )
+
+
+def _require_same_optimizer(saved: TrainConfig, now: TrainConfig) -> None:
+    if saved.optimizer.type != now.optimizer.type:
+        raise ConfigError(
+            Problem(
+                "optimizer.type",
+                f"= {now.optimizer.type!r}, but the checkpoint holds the state of "
+                f"{saved.optimizer.type!r}, which the other cannot go on with.",
+                f"Use --optimizer.type {saved.optimizer.type}, or start a new run.",
+            )
+        )
+
+
 def _decide(
     job: Job, folder: RunFolder, checkpoint: Path | None, world_size: int, notes: list[str]
 ) -> Start:
@@ -183,6 +214,7 @@ def _decide(
         trusted=False,
         repeated_type=POLICIES.name_of(job.config.policy),
     ).config
+    _require_same_optimizer(saved, job.config)
     manifest = read_manifest(StepFolder(checkpoint))
     adapted = adapt(
         job.config,

@@ -12,6 +12,7 @@ publish    where asked for: checked before anything is built, sent when the rank
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ class Job:
     """never: the folder must be free; auto: continue what is there; must: there must be some."""
     checkpoint: Path | None = None
     """A run folder or checkpoint that was named for resuming."""
+    output_dir_given: bool = False
+    """Whether the output folder was given as a flag."""
     parallelism_given: bool = False
     """Whether degrees were given as flags."""
     accumulation_given: bool = False
@@ -242,8 +245,8 @@ def _summary(start: Start, begun: int, done: int, seconds: float) -> str:
     return "\n".join(
         [
             f"{state}: step {done} of {steps} after {seconds:.0f} s",
-            f"  look:    ptrain inspect {folder.last}",
-            f"  go on:   ptrain resume {folder.path}{repeated} --steps {goal}",
+            f"  look:    ptrain inspect {shlex.quote(str(folder.last))}",
+            f"  go on:   ptrain resume {shlex.quote(str(folder.path))}{repeated} --steps {goal}",
             f"  numbers: {folder.metrics}",
         ]
     )

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     return int(module.run(parsed))
 
 
-def fail(error: ConfigError, where: str) -> int:
+def fail(error: Exception, where: str) -> int:
     """Print the error as one block and give the exit code of wrong input."""
     text = str(error)
     print(f"{where.strip()}: error\n" if "\n" not in text else "", end="", file=sys.stderr)

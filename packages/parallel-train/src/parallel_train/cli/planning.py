@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from parallel_config import ConfigError
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import PlanCommand
@@ -30,7 +32,7 @@ def run(parsed: Parsed) -> int:
     except (ConfigError, ValueError) as error:
         if isinstance(error, ConfigError):
             return fail(error, "ptrain plan")
-        print(f"ptrain plan: --world_size: {error}")
+        print(f"ptrain plan: {error}", file=sys.stderr)
         return USAGE_ERROR
     print(found.to_json() if command.json else found.render())
     return 0

@@ -55,8 +55,11 @@ def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:
             f"= {nproc}, but RANK = {facts.rank} is set: a launcher has started this process.",
             "Leave the flag out under torchrun or srun; a RANK left over from them must be unset.",
         )
+    grace_s = parsed.command.launch.grace_s
+    if not 0 <= grace_s < float("inf"):
+        return _refuse("--grace_s", f"= {grace_s}, but it is a number of seconds.", "Use 30.")
     argv = without_flags(parsed.argv, ("nproc_per_node", "grace_s"))
-    return launch(argv, nproc_per_node=nproc, grace_s=parsed.command.launch.grace_s)
+    return launch(argv, nproc_per_node=nproc, grace_s=grace_s)
 
 
 def _refuse(path: str, message: str, remedy: str) -> int:
@@ -81,7 +84,7 @@ def _work(parsed: Parsed, facts: LaunchFacts) -> int:
 def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
     import torch.distributed as dist
 
-    from parallel_engine import PeerError
+    from parallel_engine import NonFiniteError, PeerError, UnusedParametersError
     from parallel_train.train import train
 
     try:
@@ -91,6 +94,9 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
         if facts.is_main or not dist.is_initialized():
             fail(error, f"ptrain {parsed.argv[0]}")
         return USAGE_ERROR
+    except (NonFiniteError, UnusedParametersError) as error:  # the same on every rank
+        if facts.is_main:
+            fail(error, f"ptrain {parsed.argv[0]}")
     except PeerError as error:
         print(f"ptrain: rank {facts.rank} leaves: {error}", file=sys.stderr)
     except Exception:
@@ -120,6 +126,7 @@ def _job(parsed: Parsed) -> Job:
         config=command.run,
         resume="must" if resume else command.resume,
         checkpoint=Path(command.path) if resume else None,
+        output_dir_given=argv_flags.is_given(parsed.argv, "output_dir"),
         parallelism_given=parsed.parallelism_given,
         accumulation_given=argv_flags.is_given(
             parsed.argv, "accelerator.gradient_accumulation.steps"

@@ -41,7 +41,9 @@ class EvalConfig:
             )
         if self.fraction and self.episodes is not None:
             yield Problem(
-                "eval.episodes", "and eval.fraction exclude each other.", "Give one of them."
+                "eval.episodes",
+                "and eval.fraction exclude each other.",
+                "Set the other one back: --eval.fraction 0, or --eval.episodes None.",
             )
         if self.episodes is not None and not self.episodes:
             yield Problem("eval.episodes", "= [] holds nothing out.", "Use --eval.episodes None.")

@@ -225,13 +225,16 @@ class ACTPolicy(PretrainedPolicy):
         self._chunks.clear()
 
     def _encode(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Sample z [B, L]; also KL(q || N(0, I)) per sample, [B]."""
+        """Sample z [B, L]; also KL(q || N(0, I)) per sample, [B].
+
+        In evaluation mode z is the mean, so that a held-out loss has no noise.
+        """
         if self.vae is None:
             count = len(batch[ACTION])
             zeros_BL = self.latent.weight.new_zeros(count, self.config.latent_dim)
             return zeros_BL, zeros_BL.sum(dim=-1)
         mean_BL, log_variance_BL = self.vae(batch)
-        noise_BL = torch.randn_like(mean_BL)
+        noise_BL = torch.randn_like(mean_BL) if self.training else torch.zeros_like(mean_BL)
         z_BL = mean_BL + noise_BL * (0.5 * log_variance_BL).exp()
         kl_BL = -0.5 * (1 + log_variance_BL - mean_BL.square() - log_variance_BL.exp())
         return z_BL, kl_BL.sum(dim=-1)
