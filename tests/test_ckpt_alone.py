@@ -47,7 +47,8 @@ if sys.argv[2] == "save":
         saver.save(step=1, samples_seen=2, model=model, optimizer=optimizer)
 else:
     start = read_start(sys.argv[1], topology=topology)
-    print("entries", restore(start.path, model, optimizer).num_optimizer_entries, flush=True)
+    entries = restore(start.path, model, optimizer).num_optimizer_entries
+    print(f"entries {entries}\\n", end="", flush=True)  # in one piece: ranks share the console
 total = model.weight.full_tensor().double().sum().item()
 if dist.get_rank() == 0:
     print(f"sum {total:.17g}", flush=True)
