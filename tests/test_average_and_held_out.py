@@ -78,7 +78,8 @@ def test_a_sharded_run_saves_right_after_an_evaluation(ptrain, small, form):
     """The root was left gathered by the evaluation, and its shards were not found."""
     sharded = ["--nproc_per_node", 2, "--parallelism.dp_shard", 2, "--batch_size", 4]
     sharded += ["--checkpoint_format", form, "--steps", 3, "--checkpoint.save_freq", 2]
-    ptrain("train", *small, *sharded, "--output_dir", "run", "--eval.fraction", "0.5")
+    text = ptrain("train", *small, *sharded, "--output_dir", "run", "--eval.fraction", "0.5")
+    assert "on fsdp, " in text
     ptrain("train", *small, *sharded, "--output_dir", "other", "--eval.fraction", "0.5",
            "--eval.freq", 1)  # fmt: skip
     for name in ("run", "other"):

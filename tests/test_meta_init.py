@@ -8,7 +8,8 @@ SHARDED = ["--nproc_per_node", 2, "--parallelism.dp_shard", 2, "--batch_size", 4
 def test_a_run_is_the_same_with_values_drawn_into_shards(ptrain, small, same_numbers):
     flags = [*small, *SHARDED, "--steps", 4, "--checkpoint.save_freq", 2]
     ptrain("train", *flags, "--output_dir", "whole")
-    ptrain("train", *flags, "--meta_init", "--output_dir", "meta")
+    text = ptrain("train", *flags, "--meta_init", "--output_dir", "meta")
+    assert "on fsdp, " in text
     same_numbers(ptrain.rows("meta"), ptrain.rows("whole"))
     ptrain("resume", "meta/checkpoints/000002", "--nproc_per_node", 2)
     same_numbers(ptrain.rows("meta"), ptrain.rows("whole"))

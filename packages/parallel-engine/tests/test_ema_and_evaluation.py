@@ -56,14 +56,15 @@ class OnlyLater(TinyModel):
 def start(model, degrees, optimizer=torch.optim.AdamW, **options):
     engine = Engine(parallelism=ParallelismConfig(**degrees))
     built = optimizer(model.parameters(), lr=0.05, **options)
-    return engine, *engine.prepare(model, built, None, None)[:2]
+    model, built = engine.prepare(model, built, None, None)[:2]
+    assert any(isinstance(p, DTensor) for p in model.parameters()) == ("dp_shard" in degrees)
+    return engine, model, built
 
 
 def run(degrees, optimizer):
     torch.set_default_dtype(torch.float64)
     model = TinyModel()
     engine, model, optimizer = start(model, degrees, optimizer)
-    assert any(isinstance(p, DTensor) for p in model.parameters()) == ("dp_shard" in degrees)
     ema = Ema(model, optimizer, EMAConfig(decay=0.6))
     x, y = data()
     trail = []

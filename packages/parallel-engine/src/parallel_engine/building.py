@@ -60,3 +60,10 @@ def build(
         if problems:
             raise ConfigError(problems)
     return optimizer, scheduler(optimizer) if _is_factory(scheduler) else scheduler
+
+
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer inside accelerate's wrapper, or what was given."""
+    found = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(found, Optimizer)
+    return found

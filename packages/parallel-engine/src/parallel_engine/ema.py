@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallel_config import ConfigError, EMAConfig, Problem, clean_fqn
+from parallel_engine.building import inner_optimizer
+from parallel_engine.step import local
 from parallel_engine.wrapping import reshard
 
 AVERAGE = "ema"
@@ -47,7 +48,7 @@ class Ema:
         if config.decay is None:
             raise ValueError("EMAConfig.decay is None, which means no average")
         self._model, self._decay, self._warmup = model, config.decay, config.warmup
-        self._optimizer = _inner(optimizer)
+        self._optimizer = inner_optimizer(optimizer)
         _require_wide(model)
         self._handle = self._optimizer.register_step_post_hook(lambda *_: self._update())
 
@@ -77,8 +78,8 @@ class Ema:
             for parameter in group["params"]:
                 average = self._optimizer.state.get(parameter, {}).get(AVERAGE)
                 if average is not None:
-                    olds.append(_local(average))
-                    news.append(_local(parameter.detach()))
+                    olds.append(local(average))
+                    news.append(local(parameter.detach()))
                 elif parameter.grad is not None:
                     # Not before it has a gradient: an optimizer takes any state that is there for
                     # its own.
@@ -96,7 +97,7 @@ def resume_average(model: nn.Module, optimizer: Any, ema: Ema | None) -> str | N
 
     Returns a line for the log where the checkpoint and this run differ in having an average.
     """
-    inner = _inner(optimizer)
+    inner = inner_optimizer(optimizer)
     saved = any(TRAINED in state for state in inner.state.values())
     if saved:
         _exchange(model, inner, TRAINED, AVERAGE)
@@ -119,7 +120,7 @@ def _exchange(model: nn.Module, optimizer: Optimizer, source: str, target: str) 
     for parameter, state in optimizer.state.items():
         if source in state:
             kept, own = state.pop(source), parameter.detach().clone()
-            _local(parameter.detach()).copy_(_local(kept))
+            local(parameter.detach()).copy_(local(kept))
             state[target] = own
     reshard(model)
 
@@ -136,14 +137,3 @@ def _require_wide(model: nn.Module) -> None:
                     "or use --ema.decay None.",
                 )
             )
-
-
-def _inner(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside accelerate's wrapper, or what was given."""
-    found = getattr(optimizer, "optimizer", optimizer)
-    assert isinstance(found, Optimizer)
-    return found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -198,7 +198,7 @@ def scale_and_clip(
     if max_norm is not None:
         factor *= min(1.0, max_norm / (norm + 1e-6))
     if factor != 1.0:
-        torch._foreach_mul_([_local(g) for g in gradients], factor)
+        torch._foreach_mul_([local(g) for g in gradients], factor)
     return norm
 
 
@@ -227,5 +227,6 @@ def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     return norms.double().square().sum().cpu()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that this rank holds; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -92,16 +92,9 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     if start.checkpoint is not None:
         opened = read_start(start.checkpoint, topology=start.topology, verify=start.verify)
     step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
-    if step >= config.steps:
-        if facts.is_main:
-            hint = finished_hint(config.publish, start.folder)
-            line = f"{start.folder.path} is finished: step {step} of {config.steps}{hint}"
-            print(line, flush=True)
-        return Outcome(folder=start.folder, step=step)
-    if any_rank(stop.received is not None):  # before minutes go into building a big model
-        if facts.is_main:
-            print(f"stopped on request before the first update: step {step} of {config.steps}")
-        return Outcome(folder=start.folder, step=step, preempted=True)
+    over = _over_already(start, stop, step, is_main=facts.is_main)
+    if over is not None:
+        return over
 
     publisher = RunPublisher(config, start.folder, start.topology, is_main=facts.is_main)
     publisher.check()
@@ -155,6 +148,21 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         preempted=done < config.steps,
         publisher=publisher if config.publish.wants_hub else None,
     )
+
+
+def _over_already(start: Start, stop: StopRequest, step: int, *, is_main: bool) -> Outcome | None:
+    """Collective: every rank. How a run ends that has nothing to do, or was asked to stop."""
+    config, folder = start.config, start.folder
+    if step >= config.steps:
+        if is_main:
+            hint = finished_hint(config.publish, folder)
+            print(f"{folder.path} is finished: step {step} of {config.steps}{hint}", flush=True)
+        return Outcome(folder=folder, step=step)
+    if any_rank(stop.received is not None):  # before minutes go into building a big model
+        if is_main:
+            print(f"stopped on request before the first update: step {step} of {config.steps}")
+        return Outcome(folder=folder, step=step, preempted=True)
+    return None
 
 
 def _provenance(job: Job) -> dict[str, object]:
