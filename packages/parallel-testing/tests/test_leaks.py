@@ -21,6 +21,9 @@ def test_thread():
 def test_process():
     globals()["child"] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(8)"])
 
+def test_process_that_is_still_loading_its_program():  # for a moment it has no command line
+    globals()["shell"] = subprocess.Popen([""], executable="/bin/sh", stdin=subprocess.PIPE)
+
 def test_group():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -41,6 +44,7 @@ def test_leaks_are_found_and_named(tmp_path):
     assert "variable LEFT_BEHIND = '1', was None" in text
     assert "thread 'straggler'" in text
     assert "time.sleep(8)" in text
+    assert "no command line" in text
     assert "a process group that is still initialised" in text
     assert "ERROR test_suite.py::test_clean" not in text
-    assert "5 passed, 4 errors" in text
+    assert "6 passed, 5 errors" in text

@@ -106,16 +106,28 @@ def _children() -> set[int]:
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found.update(int(pid) for pid in path.read_text().split())
-    return {pid for pid in found if pid not in kept and not _command(pid).endswith(": ended")}
+    return {pid for pid in found if pid not in kept and _runs(pid)}
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and no zombie.
+
+    Its command line does not tell: it is empty for a moment while a new program is loaded.
+    """
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
 
 
 def _command(pid: int) -> str:
-    """Number and command line of a process; a process without one has ended."""
+    """Number and command line of a process."""
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except OSError:
         line = ""
-    return f"{pid}: {line or 'ended'}"
+    return f"{pid}: {line or 'no command line'}"
 
 
 def _has_group() -> bool:
