@@ -82,7 +82,7 @@ class Slices:
             yield tuple(t[first : first + size] for t in self.data)
 
 
-def train(degrees, accumulation=1, dtype=torch.float64, precision="no"):
+def train(degrees, accumulation=1, dtype=torch.float64, precision="no", sync_each_batch=False):
     """Reports and full weights after a few clipped updates."""
     torch.manual_seed(3)
     model = Model().to(dtype)
@@ -92,7 +92,9 @@ def train(degrees, accumulation=1, dtype=torch.float64, precision="no"):
         parallelism=ParallelismConfig(**degrees),
         accelerator=AcceleratorConfig(
             mixed_precision=precision,
-            gradient_accumulation=GradientAccumulationConfig(steps=accumulation),
+            gradient_accumulation=GradientAccumulationConfig(
+                steps=accumulation, sync_each_batch=sync_each_batch
+            ),
         ),
         device="cpu",
     )
@@ -151,6 +153,14 @@ def test_every_kind_equals_one_process(name, accumulation, reference):
             # All but the 0-dim scale are cut in two; a rank holds about half.
             assert sharded == len(reference[4]) - 1
             assert local < 0.6 * reference[2]
+        assert_equal(result, reference)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_syncing_every_micro_batch_changes_no_number(name, reference):
+    world_size, degrees = LAYOUTS[name]
+    for result in run_ranks(train, world_size, degrees, 2, torch.float64, "no", True):
+        assert result[0] == name
         assert_equal(result, reference)
 
 

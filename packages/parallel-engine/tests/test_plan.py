@@ -163,6 +163,9 @@ def collectives(degrees, config, dtype):
 BF16 = AcceleratorConfig(
     mixed_precision="bf16", gradient_accumulation=GradientAccumulationConfig(steps=2)
 )
+SYNCED = AcceleratorConfig(
+    gradient_accumulation=GradientAccumulationConfig(steps=2, sync_each_batch=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +174,11 @@ BF16 = AcceleratorConfig(
         (2, {"dp_shard": 2}, AcceleratorConfig(), torch.float64),
         (2, {"dp_shard": 2}, BF16, torch.float32),
         (4, {"dp_replicate": 2, "dp_shard": 2}, AcceleratorConfig(), torch.float32),
+        (4, {"dp_replicate": 2, "dp_shard": 2}, SYNCED, torch.float32),
         (2, {}, AcceleratorConfig(), torch.float32),
+        (2, {}, SYNCED, torch.float32),
     ],
-    ids=["fsdp float64", "fsdp bf16 accumulated", "hsdp", "ddp"],
+    ids=["fsdp float64", "fsdp bf16 accumulated", "hsdp", "hsdp synced", "ddp", "ddp synced"],
 )
 def test_collectives_are_those_of_a_real_run(world_size, degrees, config, dtype):
     planned = plan(lambda: Model().to(dtype), ParallelismConfig(**degrees), config, world_size)
@@ -184,7 +189,8 @@ def test_collectives_are_those_of_a_real_run(world_size, degrees, config, dtype)
     found = {name: sorted(c[1:] for c in calls if c[0] == name) for name, *_ in calls}
     gathered = [u.gather_bytes for u in planned.units for _ in range(steps * u.gathers)]
     assert [out for out, _ in found.get("allgather", [])] == sorted(gathered)
-    reduced = sorted(u.reduce_bytes for u in planned.units)
+    syncs = steps if config.gradient_accumulation.sync_each_batch else 1
+    reduced = sorted(u.reduce_bytes for u in planned.units for _ in range(syncs))
     assert [whole for _, whole in found.get("reduce_scatter", [])] == reduced
     # A few numbers ride on top: loss, weights and unit order of every update, and the norm.
     riders = [40, 8] if planned.units else [40]
@@ -200,7 +206,7 @@ def test_collectives_are_those_of_a_real_run(world_size, degrees, config, dtype)
     replicas = planned.dp_replicate
     received += sum(2 * s * (replicas - 1) / replicas for s in sums)
     assert planned.comm_bytes_per_step == round(received)
-    if steps > 1:
+    if steps > syncs:
         # The plan counts padded rows, the gradients have none.
         assert kept <= planned.accumulated_bytes < 1.02 * kept
     else:

@@ -22,6 +22,9 @@ class GradientAccumulationConfig:
 
     steps: int = 1
     """Micro-batches per rank and optimizer update."""
+    sync_each_batch: bool = False
+    """Reduce gradients after every micro-batch instead of after the last of an update: more
+    communication, but sharded ranks then keep only their shards of them in between."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:

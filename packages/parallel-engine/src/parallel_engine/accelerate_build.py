@@ -71,7 +71,7 @@ def build_accelerator(
                 num_steps=config.gradient_accumulation.steps,
                 adjust_scheduler=False,
                 sync_with_dataloader=False,
-                sync_each_batch=False,
+                sync_each_batch=config.gradient_accumulation.sync_each_batch,
             ),
             step_scheduler_with_optimizer=False,
             dynamo_plugin=_no_dynamo(),

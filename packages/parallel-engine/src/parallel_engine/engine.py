@@ -281,7 +281,8 @@ class Engine:
     def micro_batch(self, model: nn.Module, index: int, count: int) -> Iterator[None]:
         """Around forward and backward of a micro-batch: only the last of a window syncs.
 
-        An error inside is told to the other ranks.
+        With `gradient_accumulation.sync_each_batch` every one does. An error inside is told to
+        the other ranks.
 
         Raises:
             ConfigError: on every rank, the first time: the model was built on the meta device and
@@ -290,10 +291,10 @@ class Engine:
         if self._values_missing:
             require_filled(unwrap(model))
             self._values_missing = False
-        last = index == count - 1
+        syncs_now = index == count - 1 or self.config.gradient_accumulation.sync_each_batch
         # DDP learns a static graph from its first backward passes, which must therefore reduce.
         learning = self.config.ddp.static_graph and not self._has_updated
-        syncs = contextlib.nullcontext() if last or learning else without_sync(model)
+        syncs = contextlib.nullcontext() if syncs_now or learning else without_sync(model)
         with self._failures.told(), undeclared_calls_explained(model), syncs:
             yield
 

@@ -138,7 +138,8 @@ def plan(
     trained = [p for p in model.parameters() if p.requires_grad]
     grad_bytes = sum(_local_bytes(p) for p in trained)
     steps = accelerator.gradient_accumulation.steps
-    accumulated = sum(unit.reduce_bytes for unit in units) if steps > 1 else 0
+    keeps_whole = _syncs(accelerator) < steps
+    accumulated = sum(unit.reduce_bytes for unit in units) if keeps_whole else 0
     return ShardPlan(
         kind=topology.kind.value,
         world_size=world_size,
@@ -243,6 +244,12 @@ def _gather_peak(units: tuple[UnitPlan, ...]) -> int:
     return staying + max(pairs or passing or [0])
 
 
+def _syncs(config: AcceleratorConfig) -> int:
+    """How often an update reduces its gradients."""
+    accumulation = config.gradient_accumulation
+    return accumulation.steps if accumulation.sync_each_batch else 1
+
+
 def _communication(
     model: nn.Module, units: tuple[UnitPlan, ...], topology: Topology, config: AcceleratorConfig
 ) -> int:
@@ -251,11 +258,13 @@ def _communication(
     trained = [p for p in model.parameters() if p.requires_grad]
     # What FSDP2 leaves alone, and under DDP everything, is reduced whole.
     whole = sum(_local_bytes(p) for p in trained if not isinstance(p, DTensor))
-    total = _all_reduce(whole, topology.world_size)
+    # The engine averages what FSDP2 leaves alone once per update, DDP syncs it with the rest.
+    total = (1 if units else _syncs(config)) * _all_reduce(whole, topology.world_size)
     part = (topology.dp_shard - 1) / topology.dp_shard
     for unit in units:
-        total += steps * unit.gathers * unit.gather_bytes * part + unit.reduce_bytes * part
-        total += _all_reduce(unit.reduce_bytes / topology.dp_shard, topology.dp_replicate)
+        total += steps * unit.gathers * unit.gather_bytes * part
+        replicas = _all_reduce(unit.reduce_bytes / topology.dp_shard, topology.dp_replicate)
+        total += _syncs(config) * (unit.reduce_bytes * part + replicas)
     return round(total)
 
 
@@ -267,7 +276,8 @@ def _accumulation_warning(accumulated: int, steps: int) -> Iterator[str]:
     if accumulated:
         yield (
             f"with {steps} micro-batches per update each rank keeps {_size(accumulated)} of whole "
-            "gradients from one to the next (--accelerator.gradient_accumulation.steps 1 does not)"
+            "gradients from one to the next (--accelerator.gradient_accumulation.sync_each_batch "
+            "keeps only shards, for more communication)"
         )
 
 
