@@ -24,6 +24,8 @@ PACKAGES = (
     "parallel-publish",
     "parallel-train",
 )
+EXTRAS = {"parallel-train": "[vision,sim,tensorboard,plot]"}
+"""What a package's suite needs beyond the package."""
 CPU = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -110,8 +112,7 @@ def tests(session: nox.Session, package: str) -> None:
         wheels += ["--reinstall-package", ours]  # a rebuilt wheel keeps its version
     tools = ["pytest", "pytest-xdist"]
     tools += [] if package == "parallel-config" else ["parallel-testing"]
-    extras = {"parallel-train": "[vision,sim,tensorboard,plot]"}.get(package, "")
-    session.install(*wheels, f"{package}{extras}", *tools)
+    session.install(*wheels, f"{package}{EXTRAS.get(package, '')}", *tools)
     session.run_install("uv", "pip", "check", env={"VIRTUAL_ENV": session.virtualenv.location})
     session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
@@ -156,15 +157,17 @@ def _on_gpus(session: nox.Session, wanted: int) -> None:
     session.run("pytest", "-q", "tests-gpu", *session.posargs, env=env)
 
 
-@nox.session
+@nox.session(python="3.12")
 def lowest(session: nox.Session) -> None:
-    """The package suites on the lowest versions that the packages declare."""
+    """The package suites on Python 3.12 and the lowest versions that the packages declare."""
     for package in PACKAGES:
-        tools = [] if package == "parallel-config" else ["-e", "packages/parallel-testing"]
+        tools = ["pytest>=8.3", "pytest-xdist>=3.6"]
+        tools += [] if package == "parallel-config" else ["-e", "packages/parallel-testing"]
+        extras = EXTRAS.get(package, "")
         session.install(
-            "--resolution", "lowest-direct", "pytest", "-e", f"packages/{package}", *tools
+            "--resolution", "lowest-direct", "-e", f"packages/{package}{extras}", *tools
         )
-        session.run("pytest", "-q", f"packages/{package}/tests", *session.posargs, env=CPU)
+        session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
 @nox.session
