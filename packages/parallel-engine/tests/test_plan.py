@@ -19,6 +19,7 @@ from parallel_config import (
     ParallelismConfig,
 )
 from parallel_engine import Engine, plan
+from parallel_engine.plan import param_groups
 from parallel_testing.ranks import run_ranks
 
 
@@ -135,6 +136,12 @@ def num_bytes(value):
     return sum(map(num_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
+def whole_gradient(param):
+    """Torch 2.11 keeps one in another dtype than the backward pass's apart from the parameter."""
+    gradient = param.unsharded_param.grad
+    return param.unsharded_accumulated_grad if gradient is None else gradient
+
+
 def collectives(degrees, config, dtype):
     """Those of the second update, and whole gradients between its first two micro-batches."""
     model = Model().to(dtype)
@@ -146,10 +153,10 @@ def collectives(degrees, config, dtype):
     kept = []
 
     def loss_fn(model, batch):
-        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-        groups = [g for s in states for g in s._fsdp_param_groups]
+        units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        groups = [g for unit in units for g in param_groups(unit)]
         params = [p for g in groups for p in g.fsdp_params]
-        whole = [p.unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
+        whole = [whole_gradient(p) for p in params if hasattr(p, "_unsharded_param")]
         kept.append(sum(num_bytes(g) for g in whole if g is not None))
         return model(batch).mean()
 

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -205,7 +206,7 @@ def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()
-        for group in state._fsdp_param_groups:
+        for group in param_groups(module):
             if id(group) in seen:
                 continue
             seen.add(id(group))
@@ -231,6 +232,15 @@ def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[
                 )
             )
     return tuple(units)
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces at once; a unit usually has one."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # torch 2.11 knows one group per unit
+    return [] if group is None else [group]
 
 
 def _width(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:
