@@ -161,12 +161,12 @@ def _on_gpus(session: nox.Session, wanted: int) -> None:
 def lowest(session: nox.Session) -> None:
     """The package suites on Python 3.12 and the lowest versions that the packages declare."""
     for package in PACKAGES:
-        tools = ["pytest>=8.3", "pytest-xdist>=3.6"]
+        tools = ["pytest>=8.4", "pytest-xdist>=3.6"]
         tools += [] if package == "parallel-config" else ["-e", "packages/parallel-testing"]
         extras = EXTRAS.get(package, "")
-        session.install(
-            "--resolution", "lowest-direct", "-e", f"packages/{package}{extras}", *tools
-        )
+        # Upgrading forgets what the suites before brought along, which may be newer.
+        lowest = ["--upgrade", "--resolution", "lowest-direct"]
+        session.install(*lowest, "-e", f"packages/{package}{extras}", *tools)
         session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
