@@ -64,7 +64,10 @@ class UnusedParametersError(RuntimeError):
 
 @dataclass(frozen=True)
 class Window:
-    """What the micro-batches of one update added up to on this rank; float64 sums."""
+    """What the micro-batches of one update added up to on this rank; float64 sums.
+
+    They stay on the device: to read one would make the host wait for every backward.
+    """
 
     total: Tensor
     weight: Tensor
@@ -76,16 +79,17 @@ def run_window(
     engine: Any, model: nn.Module, micro_batches: Sequence[Any], loss_fn: LossFn
 ) -> Window:
     """Collective: every rank. Forward and backward; gradients are reduced on the last backward."""
-    total, weight = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64, device=engine.device)
+    total, weight = zero, zero
     metrics: dict[str, Tensor] = {}
     for index, batch in enumerate(micro_batches):
         with engine.micro_batch(model, index, len(micro_batches)):
             loss, found = evaluate(loss_fn, model, batch)
             engine.backward(loss.total)
-        total = total + loss.total.detach().double().cpu()
-        weight = weight + loss.weight.detach().double().cpu()
+        total = total + loss.total.detach().to(zero)
+        weight = weight + loss.weight.detach().to(zero)
         for name, value in found.items():
-            metrics[name] = metrics.get(name, torch.zeros(())) + value.detach().double().cpu()
+            metrics[name] = metrics.get(name, zero) + value.detach().to(zero)
     return Window(total, weight, metrics, len(micro_batches))
 
 
@@ -137,9 +141,10 @@ def reduce_window(window: Window, riders: Sequence[float] = ()) -> Sums:
     `riders` are numbers summed along.
     """
     names = sorted(window.metrics)
-    values = [window.total, window.weight, torch.tensor(float(window.num_micro_batches))]
-    values += [torch.tensor(rider, dtype=torch.float64) for rider in riders]
-    vector = torch.stack([v.double() for v in (*values, *(window.metrics[n] for n in names))])
+    sums = [window.total, window.weight, *(window.metrics[n] for n in names)]
+    total, weight, *means = torch.stack(sums).tolist()
+    numbers = [total, weight, window.num_micro_batches, *riders, *means]
+    vector = torch.tensor(numbers, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(vector)
     total, weight, count, *rest = vector.tolist()
