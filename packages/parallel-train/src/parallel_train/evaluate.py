@@ -121,7 +121,7 @@ def evaluate_policy(
         ConfigError: an unknown task, one that the policy was not trained on, or a policy that
             cannot act on what the simulator shows.
     """
-    _check_policy(policy, spec)
+    _check_policy(policy, spec, preprocessor.rename.get(STATE, STATE))
     device = next(iter(policy.parameters())).device
     results: list[SuccessRate] = []
     for task in tasks:
@@ -188,16 +188,16 @@ def _numbers(episodes: int) -> range:
     return range(episodes)
 
 
-def _check_policy(policy: Any, spec: DataSpec) -> None:
-    """The simulator shows a vector of 39 numbers and takes actions."""
+def _check_policy(policy: Any, spec: DataSpec, state: str) -> None:
+    """The simulator shows a vector of 39 numbers, which the policy reads as `state`."""
     owner = type(policy).__name__
     cameras = getattr(getattr(policy, "config", None), "camera_names", ())
     if not callable(getattr(policy, "select_action", None)):
         message = f"is a {owner}, which has no select_action."
     elif cameras:
         message = f"looks at {', '.join(cameras)}, but the simulation here shows no pictures."
-    elif spec.dim(STATE) != NUM_OBSERVED:
-        message = f"reads {STATE} of {spec.dim(STATE)} numbers; MetaWorld gives {NUM_OBSERVED}."
+    elif spec.dim(state) != NUM_OBSERVED:
+        message = f"reads {state} of {spec.dim(state)} numbers; MetaWorld gives {NUM_OBSERVED}."
     else:
         return
     raise ConfigError(

@@ -72,7 +72,8 @@ class Normalizer:
 class Preprocessor:
     """From a dataset's batch to a policy's: rename, move to the device, normalize.
 
-    Pictures come as uint8 and leave as float32, scaled to [0, 1] before they are normalized.
+    Pictures come as uint8 and leave as float32, scaled to [0, 1] before they are normalized. What
+    has the policy's name already keeps it, so that a robot may use either.
     """
 
     normalizers: Mapping[str, Normalizer] = field(default_factory=dict)
@@ -107,10 +108,15 @@ class Preprocessor:
         """A new batch; `<feature>_is_pad` follows its feature's new name.
 
         What is no tensor, such as the texts of tasks, passes as it is.
+
+        Raises:
+            ValueError: the batch has a feature under both of its names.
         """
         result: dict[str, Any] = {}
         for name, value in batch.items():
             target = self._renamed(name)
+            if target in result:
+                raise ValueError(f"the batch has {target!r} twice: renamed, and under that name")
             if not isinstance(value, Tensor):
                 result[target] = value
                 continue

@@ -151,7 +151,7 @@ def _model_bytes(config: TrainConfig) -> int:
     The disk is looked at again when the model is gathered.
     """
     try:
-        spec = read_metadata(config.dataset.folder).spec
+        spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
         with torch.device("meta"):
             return num_bytes(build_policy(config.policy, spec))
     except Exception:  # whatever is wrong with the policy is told when it is built in earnest

@@ -114,6 +114,7 @@ _MEANINGS = {
     "scheduler.": "the curve follows the new values from the next update",
     "batch_size": "the data position is kept in samples",
     "seed": "the data order changes from here on",
+    "dataset.rename": "what the policy reads under which name",
     "dataset.": "the data position is kept in samples, of the new data",
     "policy.": "in force, if the saved weights fit",
 }

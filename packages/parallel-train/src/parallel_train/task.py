@@ -79,7 +79,9 @@ def build_task(
         ConfigError: the dataset is no dataset, or does not fit the policy.
     """
     dataset, held_out = build_datasets(config)
-    preprocessor = Preprocessor.from_stats(dataset.stats, config.policy.normalization())
+    preprocessor = Preprocessor.from_stats(
+        dataset.stats, config.policy.normalization(), config.dataset.rename
+    )
     torch.manual_seed(config.seed)
     with parameters_on_meta() if config.meta_init else contextlib.nullcontext():
         model = build_policy(config.policy, dataset.spec)
@@ -142,7 +144,8 @@ def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset 
     Raises:
         ConfigError: the dataset is no dataset, or has no such episodes.
     """
-    episodes = [episode.number for episode in read_metadata(config.dataset.folder).episodes]
+    metadata = read_metadata(config.dataset.folder, config.dataset.rename)
+    episodes = [episode.number for episode in metadata.episodes]
     split = split_episodes(episodes, config.dataset, config.eval)
     if not split.held_out:
         return LeRobotDataset.from_config(config.dataset, config.policy), None

@@ -8,6 +8,7 @@ from parallel_engine.flops import Precision, count_flops, peak_flops
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.policies.factory import build_policy
+from parallel_train.processors import Preprocessor
 
 
 def flops_per_sample(config: TrainConfig, dataset: LeRobotDataset) -> int:
@@ -19,6 +20,7 @@ def flops_per_sample(config: TrainConfig, dataset: LeRobotDataset) -> int:
         Exception: whatever the policy raises where tensors hold no values.
     """
     batch = {name: value.to("meta") for name, value in dataset.__getitems__([0]).items()}
+    batch = Preprocessor(rename=config.dataset.rename)(batch)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = build_policy(config.policy, dataset.spec)
         return count_flops(lambda: model(batch)[0].backward())

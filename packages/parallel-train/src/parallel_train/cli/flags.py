@@ -107,6 +107,8 @@ def _walk(config: object, prefix: str) -> Iterator[tuple[str, int]]:
 def _arity(hint: Any) -> int:
     if hint is bool:
         return 0
+    if get_origin(hint) is dict:
+        return MANY
     options = get_args(hint) if get_origin(hint) is not tuple else (hint,)
     for option in options or (hint,):
         if get_origin(option) in (list, tuple, set, frozenset):

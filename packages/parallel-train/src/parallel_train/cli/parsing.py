@@ -26,6 +26,7 @@ from parallel_train.cli.commands import (
     TrainCommand,
     VerifyCommand,
 )
+from parallel_train.cli.mappings import mappings
 from parallel_train.config import TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
 
@@ -78,6 +79,7 @@ def parse(argv: Sequence[str]) -> Parsed:
             description=DESCRIPTION,
             use_underscores=True,
             config=(AvoidSubcommands, EnumChoicesFromValues),
+            registry=mappings(),
         )
     if problems:
         raise ConfigError(problems)

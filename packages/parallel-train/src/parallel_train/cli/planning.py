@@ -20,7 +20,7 @@ def run(parsed: Parsed) -> int:
     command: PlanCommand = parsed.command
     config = command.run
     try:
-        spec = read_metadata(config.dataset.folder).spec
+        spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
         found = plan(
             lambda: build_policy(config.policy, spec),
             config.parallelism,

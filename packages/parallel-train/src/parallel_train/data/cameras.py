@@ -22,7 +22,7 @@ class Cameras:
     Args:
         metadata: Of the dataset.
         timestamps: Of every frame, in seconds since the start of its episode: [frames].
-        names: Cameras to read.
+        names: Cameras to read, by the policy's names.
         tolerance_s: How far a picture's time may lie from the frame's.
 
     Raises:
@@ -41,7 +41,10 @@ class Cameras:
         lengths = [episode.end - episode.first for episode in metadata.episodes]
         self._episode_of = np.repeat(np.arange(len(lengths)), lengths)
         self._metadata, self._timestamps = metadata, timestamps
+        stored = metadata.stored_names
+        names = [stored[name] for name in names]
         self.names = tuple(names)
+        """By the dataset's names."""
         self.stats = {name: _stats(metadata, name) for name in names}
         """Per channel, of values in [0, 1]: arrays of shape [3, 1, 1]."""
         self._video = VideoFrames(metadata.root, metadata.spec.fps, tolerance_s) if names else None
@@ -70,16 +73,17 @@ class Cameras:
 
 
 def _check(metadata: Metadata, name: str) -> None:
-    known = metadata.spec.cameras()
+    known = metadata.policy_spec.cameras()
     if name not in known:
         raise ConfigError(
             Problem(
                 "policy.cameras",
                 f"names {name!r}, which {str(metadata.root)!r} does not have.",
-                f"It has: {', '.join(known) or 'no camera'}.",
+                f"It has: {', '.join(known) or 'no camera'}; --dataset.rename OLD={name} gives one "
+                "this name.",
             )
         )
-    if metadata.spec.features[name].dtype != "video":
+    if metadata.policy_spec.features[name].dtype != "video":
         raise folder_error(
             metadata.root,
             f"camera {name!r} is stored as pictures inside of the parquet files; videos are read.",

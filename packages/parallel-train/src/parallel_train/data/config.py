@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,9 @@ class DatasetConfig:
     in the package, recorded from MetaWorld's scripted experts."""
     episodes: tuple[int, ...] | None = None
     """Episodes to train on, by number; None takes every one."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """Features that the policy reads under another name than the dataset's, as OLD=NEW pairs or one
+    JSON mapping; in files a mapping. It is saved with the model, which then reads both."""
     stats: Literal["file", "data"] = "file"
     """Statistics for normalization: "file" takes meta/stats.json and checks it against the
     frames, "data" computes them from the frames of the chosen episodes."""

@@ -52,13 +52,13 @@ def read_frames(metadata: Metadata) -> dict[str, Column]:
     return columns
 
 
-def check_values(root: Any, columns: Mapping[str, Column], frames: Indices) -> None:
+def check_values(metadata: Metadata, columns: Mapping[str, Column], frames: Indices) -> None:
     """Every observation and action of `frames` is a finite number.
 
     Raises:
         ConfigError: naming feature, episode and frame of the first that is not.
     """
-    for name in learned(columns):
+    for name in learned(metadata, columns):
         values = columns[name][frames].reshape(len(frames), -1)
         bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if bad.size:
@@ -66,7 +66,7 @@ def check_values(root: Any, columns: Mapping[str, Column], frames: Indices) -> N
             entry = int(np.flatnonzero(~np.isfinite(values[bad[0]]))[0])
             episodes = np.unique(columns["episode_index"][frames[bad]]).tolist()
             raise folder_error(
-                root,
+                metadata.root,
                 f"{name}[{entry}] is {values[bad[0], entry]} in episode "
                 f"{columns['episode_index'][row]}, frame {columns['frame_index'][row]} "
                 f"({bad.size} such frames, in episodes {episodes[:10]}).",
@@ -128,7 +128,7 @@ def file_stats(metadata: Metadata, columns: Mapping[str, Column]) -> dict[str, S
     """
     way = "Use --dataset.stats data to compute them from the frames."
     stats: dict[str, Stats] = {}
-    for name in learned(columns):
+    for name in learned(metadata, columns):
         entry = metadata.stats.get(name)
         if not isinstance(entry, dict):
             raise folder_error(metadata.root, f"meta/stats.json has no statistics of {name}.", way)
@@ -142,13 +142,11 @@ def file_stats(metadata: Metadata, columns: Mapping[str, Column]) -> dict[str, S
     return stats
 
 
-def learned(columns: Mapping[str, Column]) -> list[str]:
-    """The float columns that a model reads or predicts."""
-    return [
-        name
-        for name, column in columns.items()
-        if column.dtype == np.float32 and (name == ACTION or name.startswith("observation."))
-    ]
+def learned(metadata: Metadata, columns: Mapping[str, Column]) -> list[str]:
+    """The float columns that are actions or observations under the policy's names."""
+    floats = [name for name, column in columns.items() if column.dtype == np.float32]
+    seen_as = {name: metadata.rename.get(name, name) for name in floats}
+    return [n for n, seen in seen_as.items() if seen == ACTION or seen.startswith("observation.")]
 
 
 def episode_bounds(episodes: Sequence[Episode]) -> tuple[Indices, Indices]:

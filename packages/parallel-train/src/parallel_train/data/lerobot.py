@@ -34,6 +34,9 @@ Mask = npt.NDArray[np.bool_]
 class LeRobotDataset(Dataset[Batch]):
     """Frames of a LeRobotDataset v3.0 folder, each with the frames around it that were asked for.
 
+    Batches and statistics have the dataset's names. What the policy asks for and the `spec` that it
+    is built for have the policy's; its preprocessor goes from the first to the second.
+
     Args:
         root: The folder that holds `meta/info.json`.
         delta_timestamps: By feature, seconds relative to the sampled frame. The feature then has
@@ -44,6 +47,7 @@ class LeRobotDataset(Dataset[Batch]):
             statistics from the chosen episodes.
         tolerance_s: How far a timestamp may lie from the frame it stands for.
         cameras: Videos to decode, by feature name; others are left unread.
+        rename: The dataset's name to the policy's, where they differ.
 
     Raises:
         ConfigError: the folder is no dataset, is damaged, or does not fit what was asked for.
@@ -58,24 +62,26 @@ class LeRobotDataset(Dataset[Batch]):
         stats: Literal["file", "data"] = "file",
         tolerance_s: float = 1e-4,
         cameras: Sequence[str] = (),
+        rename: Mapping[str, str] | None = None,
     ) -> None:
-        metadata = read_metadata(Path(root))
+        metadata = read_metadata(Path(root), rename)
         columns = frames.read_frames(metadata)
         frames.check_timestamps(metadata, columns, tolerance_s=tolerance_s)
         self._frames = frames.select_frames(metadata, episodes)
-        frames.check_values(metadata.root, columns, self._frames)
+        frames.check_values(metadata, columns, self._frames)
         self.metadata = metadata
         self._cameras = Cameras(metadata, columns["timestamp"], cameras, tolerance_s)
         vectors = (
             frames.file_stats(metadata, columns)
             if stats == "file"
-            else {n: Stats.of(columns[n][self._frames]) for n in frames.learned(columns)}
+            else {n: Stats.of(columns[n][self._frames]) for n in frames.learned(metadata, columns)}
         )
         self.stats: dict[str, Stats] = {**vectors, **self._cameras.stats}
         """Of every observation and action vector, and (always from the file) of the cameras."""
-        readable = (*columns, *cameras)
+        stored = metadata.stored_names
+        readable = [new for new, old in stored.items() if old in columns or new in cameras]
         self._offsets = {
-            name: _offsets(metadata, name, readable, deltas, tolerance_s)
+            stored.get(name, name): _offsets(metadata, name, readable, deltas, tolerance_s)
             for name, deltas in (delta_timestamps or {}).items()
         }
         self._first, self._end = frames.episode_bounds(metadata.episodes)
@@ -88,7 +94,7 @@ class LeRobotDataset(Dataset[Batch]):
         Raises:
             ConfigError: as above.
         """
-        fps = read_metadata(config.folder).spec.fps
+        fps = read_metadata(config.folder, config.rename).spec.fps
         return cls(
             config.folder,
             policy.delta_timestamps(fps),
@@ -96,6 +102,7 @@ class LeRobotDataset(Dataset[Batch]):
             stats=config.stats,
             tolerance_s=config.tolerance_s,
             cameras=policy.camera_names,
+            rename=config.rename,
         )
 
     def of_episodes(self, episodes: Sequence[int]) -> LeRobotDataset:
@@ -107,13 +114,13 @@ class LeRobotDataset(Dataset[Batch]):
         other = copy.copy(self)
         other._frames = frames.select_frames(self.metadata, episodes)
         columns = {name: column.numpy() for name, column in self._columns.items()}
-        frames.check_values(self.metadata.root, columns, other._frames)
+        frames.check_values(self.metadata, columns, other._frames)
         return other
 
     @property
     def spec(self) -> DataSpec:
-        """What a model needs to know of the data."""
-        return self.metadata.spec
+        """What a model needs to know of the data, by the policy's names."""
+        return self.metadata.policy_spec
 
     @property
     def features(self) -> Mapping[str, Feature]:

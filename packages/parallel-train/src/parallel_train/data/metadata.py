@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from parallel_config import ConfigError, Problem
-from parallel_train.data.spec import DataSpec, Feature
+from parallel_config.errors import nearest
+from parallel_train.data.spec import ACTION, DataSpec, Feature
 
 VERSION = "v3.0"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -56,10 +57,23 @@ class Metadata:
 
     root: Path
     spec: DataSpec
+    """By the dataset's names, as everything here."""
     episodes: tuple[Episode, ...]
     """In the order of their frames."""
     stats: Mapping[str, Any]
     """`stats.json` as it is, by feature."""
+    rename: Mapping[str, str] = field(default_factory=dict)
+    """The dataset's name to the policy's, where they differ."""
+
+    @property
+    def policy_spec(self) -> DataSpec:
+        """What a policy is built for: the features by the names that it reads."""
+        return self.spec.renamed(self.rename)
+
+    @property
+    def stored_names(self) -> dict[str, str]:
+        """The policy's name of every feature to the dataset's."""
+        return {self.rename.get(name, name): name for name in self.spec.features}
 
     @property
     def num_frames(self) -> int:
@@ -72,11 +86,14 @@ def folder_error(root: Path, message: str, remedy: str = "") -> ConfigError:
     return ConfigError(Problem("dataset.root", f"= {str(root)!r}: {message}", remedy))
 
 
-def read_metadata(root: Path) -> Metadata:
+def read_metadata(root: Path, rename: Mapping[str, str] | None = None) -> Metadata:
     """Read and check the `meta` folder.
 
+    `rename` gives features the names by which the policy reads them (`DatasetConfig.rename`).
+
     Raises:
-        ConfigError: the folder is no LeRobotDataset v3.0, or its metadata is damaged.
+        ConfigError: the folder is no LeRobotDataset v3.0, its metadata is damaged, or a feature
+            cannot be renamed so.
     """
     if not root.is_dir():
         raise folder_error(
@@ -85,7 +102,10 @@ def read_metadata(root: Path) -> Metadata:
             "Use --dataset.root with the folder that holds meta/info.json.",
         )
     info = _read_info(root)
-    features = _read_features(root, info)
+    features, rename = _read_features(root, info), dict(rename or {})
+    problems = [*_rename_problems(root, features, rename)]
+    if problems:
+        raise ConfigError(problems)
     spec = DataSpec(info["fps"], features, _read_tasks(root))
     episodes = _read_episodes(root, info, features)
     total = info.get("total_frames")
@@ -96,7 +116,7 @@ def read_metadata(root: Path) -> Metadata:
             _COPY,
         )
     stats = _read_json(root, "meta/stats.json") if (root / "meta/stats.json").exists() else {}
-    return Metadata(root, spec, episodes, stats if isinstance(stats, dict) else {})
+    return Metadata(root, spec, episodes, stats if isinstance(stats, dict) else {}, rename)
 
 
 def read_table(root: Path, relative: str, columns: list[str] | None = None) -> pa.Table:
@@ -161,10 +181,46 @@ def _read_features(root: Path, info: Mapping[str, Any]) -> dict[str, Feature]:
             raise folder_error(
                 root, f"meta/info.json: feature {name!r} has no valid dtype and shape.", _COPY
             ) from None
-    missing = [name for name in (*BOOKKEEPING, "action") if name not in features]
+    missing = [name for name in BOOKKEEPING if name not in features]
     if missing:
         raise folder_error(root, f"meta/info.json declares no feature {', '.join(missing)}.")
     return features
+
+
+def _rename_problems(
+    root: Path, features: Mapping[str, Feature], rename: Mapping[str, str]
+) -> Iterator[Problem]:
+    for old, new in rename.items():
+        if old not in features:
+            known = [name for name in features if name not in BOOKKEEPING]
+            yield Problem(
+                "dataset.rename",
+                f"names {old!r}, which {str(root)!r} does not have.",
+                f"{nearest(old, known)} It has: {', '.join(sorted(known))}.".strip(),
+            )
+        elif old in BOOKKEEPING:
+            yield Problem(
+                "dataset.rename", f"names {old!r}, which keeps its name.", "Leave it out."
+            )
+        elif not new.strip():
+            yield Problem("dataset.rename", f"gives {old!r} an empty name.", "Leave it out.")
+    sources: dict[str, list[str]] = {}
+    for name in features:
+        sources.setdefault(rename.get(name, name), []).append(name)
+    for new, names in sources.items():
+        if len(names) > 1:
+            yield Problem(
+                "dataset.rename",
+                f"makes {new!r} the name of {' and of '.join(map(repr, names))}.",
+                "Give each a name of its own.",
+            )
+    if ACTION not in sources:
+        yield Problem(
+            "dataset.root",
+            f"= {str(root)!r}: no feature is named {ACTION!r}.",
+            f"Name the one that holds the actions: --dataset.rename OLD={ACTION}. "
+            f"It has: {', '.join(sorted(n for n in features if n not in BOOKKEEPING))}.",
+        )
 
 
 def _names(found: object) -> tuple[str, ...] | None:

@@ -62,7 +62,8 @@ class DataSpec:
             Problem(
                 "dataset.root",
                 f": feature {name!r} {found}, but the policy needs a float vector of that name.",
-                f"The dataset has: {', '.join(sorted(self.features))}.",
+                f"The dataset has: {', '.join(sorted(self.features))}. "
+                f"One of another name is read with --dataset.rename OLD={name}.",
             )
         )
 
@@ -81,6 +82,11 @@ class DataSpec:
             for name, feature in sorted(self.features.items())
             if name.startswith("observation.") and feature.is_image
         }
+
+    def renamed(self, rename: Mapping[str, str]) -> DataSpec:
+        """The same features under the names that `rename` gives them."""
+        features = {rename.get(name, name): feature for name, feature in self.features.items()}
+        return DataSpec(self.fps, features, self.tasks)
 
     def to_plain(self) -> dict[str, Any]:
         """The same as JSON values."""

@@ -56,6 +56,8 @@ class LoadedPolicy:
         for name in self.config.camera_names:
             height, width, channels = self.spec.cameras()[name]
             batch[name] = torch.zeros(1, channels, height, width, dtype=torch.uint8)
+        stored = {new: old for old, new in self.preprocessor.rename.items()}
+        batch = {stored.get(name, name): value for name, value in batch.items()}
         return {**batch, "task_index": torch.zeros(1, dtype=torch.long)}
 
     @property

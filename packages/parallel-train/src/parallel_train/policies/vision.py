@@ -92,7 +92,8 @@ def require_cameras(spec: DataSpec, names: Sequence[str]) -> None:
             Problem(
                 "policy.cameras",
                 f"names {', '.join(map(repr, missing))}, which the dataset does not have.",
-                f"It has: {', '.join(spec.cameras()) or 'no camera'}.",
+                f"It has: {', '.join(spec.cameras()) or 'no camera'}; --dataset.rename "
+                f"OLD={missing[0]} gives one this name.",
             )
         )
 
