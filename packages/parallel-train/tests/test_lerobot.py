@@ -139,7 +139,10 @@ def _cell(column: str, row: int, value: object) -> Callable[[Path], None]:
         table = pq.read_table(root / FRAMES)
         values = table[column].to_pylist()
         values[row] = value
-        array = pa.array(values, table.schema.field(column).type)
+        kind = table.schema.field(column).type
+        if value is None:  # pyarrow 18 cannot write one in a list of fixed size
+            kind = pa.list_(kind.value_type)
+        array = pa.array(values, kind)
         table = table.set_column(table.column_names.index(column), column, array)
         pq.write_table(table, root / FRAMES)
 
