@@ -45,6 +45,7 @@ from parallel_engine.materialize import (
     require_filled,
     shard_alone,
 )
+from parallel_engine.metrics import MetricNames
 from parallel_engine.order import UnitOrder, moments, require_same
 from parallel_engine.plan import ShardPlan, plan
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
@@ -97,6 +98,8 @@ class Engine:
         self.on_nonfinite = on_nonfinite
         self.num_skipped = 0
         """Updates left out because a value was not finite."""
+        self.metric_names = MetricNames()
+        """Of every metric that any rank has given."""
         apply_determinism(self.config)
         _ranks.connect(self.device)
         self._failures = Failures(self.rank, self.topology.world_size)
@@ -245,7 +248,8 @@ class Engine:
     ) -> StepReport:
         """Collective: every rank. One optimizer update over the window.
 
-        `loss_fn(model, batch)` returns a 0-dim mean or a `Loss`, alone or with a dict of metrics.
+        `loss_fn(model, batch)` returns a 0-dim mean or a `Loss`, alone or with a dict of metrics,
+        whose names may differ between batches and ranks.
 
         Raises:
             NonFiniteError: on every rank, before the update, with `on_nonfinite="error"`.
@@ -259,7 +263,7 @@ class Engine:
         with self._failures.told():
             ddp = self.config.ddp
             _step.require_all_used(model, allowed=ddp.find_unused_parameters or ddp.static_graph)
-            sums = _step.reduce_window(window, moments(ran))
+            sums = _step.reduce_window(window, self.metric_names, moments(ran))
             weight = sums.weight if sums.weight > 0 else 1.0
             norm = self.clip(model, scale=self.topology.dp_world_size / weight, clip_norm=clip_norm)
         require_same(sums.riders, self.topology.world_size, ran)

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from parallel_engine.step import LossFn, evaluate
 from parallel_engine.wrapping import reshard
@@ -25,7 +24,7 @@ class EvalReport:
     loss: float
     """Sum of totals over sum of weights."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means by the batches' weights, by name."""
+    """Means by the batches' weights, over the batches that gave it; by name."""
 
 
 def evaluate_loss(
@@ -48,37 +47,23 @@ def evaluate_loss(
     Raises:
         ValueError: no batch counts on any rank.
     """
-    sums: dict[str, Tensor] = {}
+    loss_sum, weight_sum = 0.0, 0.0
+    sums: dict[str, tuple[float, float]] = {}
     with _mode_kept(model), _streams_of_their_own(engine.device, seed + engine.rank):
         for index, batch in enumerate(batches):
             with torch.no_grad(), engine.micro_batch(model, 0, 1):
                 loss, metrics = evaluate(loss_fn, model, batch)
-            counts = 1.0 if num_counted is None or index < num_counted else 0.0
-            weight = _number(loss.weight) * counts
-            # Nothing counts nothing, also where its mean was not a number.
-            total = _number(loss.total) if weight > 0 else torch.zeros_like(weight)
-            _add(sums, "", total)
-            _add(sums, " weight", weight)
+            weight = float(loss.weight)
+            if (num_counted is not None and index >= num_counted) or not weight > 0:
+                continue  # nothing counts nothing, also where its mean was not a number
+            loss_sum, weight_sum = loss_sum + float(loss.total), weight_sum + weight
             for name, value in metrics.items():
-                _add(sums, name, _number(value) * weight if weight > 0 else weight)
-    names = sorted(sums)
-    vector = torch.stack([sums[name] for name in names])
-    if dist.is_initialized():
-        dist.all_reduce(vector)
-    found = dict(zip(names, vector.tolist(), strict=True))
-    weight_of_all = found.pop(" weight")
-    if not weight_of_all > 0:
+                total, of = sums.get(name, (0.0, 0.0))
+                sums[name] = total + float(value) * weight, of + weight
+    (loss_sum, weight_sum), means = engine.metric_names.reduce([loss_sum, weight_sum], sums)
+    if not weight_sum > 0:
         raise ValueError("nothing was evaluated: the weights of all batches add up to 0")
-    means = {name: value / weight_of_all for name, value in found.items()}
-    return EvalReport(loss=means.pop(""), metrics=means)
-
-
-def _number(value: Tensor) -> Tensor:
-    return value.detach().double().cpu()
-
-
-def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    sums[name] = sums[name] + value if name in sums else value
+    return EvalReport(loss=loss_sum / weight_sum, metrics=means)
 
 
 @contextlib.contextmanager

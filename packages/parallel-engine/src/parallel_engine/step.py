@@ -6,6 +6,7 @@ data-parallel ranks, so that an update does not depend on how its global batch i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import clean_fqn
+from parallel_engine.metrics import MetricNames
 
 Metrics = Mapping[str, Tensor]
 
@@ -51,7 +53,7 @@ class StepReport:
     skipped: bool = False
     """Whether the update was left out because a value was not finite."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Mean over the micro-batches of all ranks, by name."""
+    """Mean over the micro-batches, of all ranks, that gave it; by name."""
 
 
 class NonFiniteError(RuntimeError):
@@ -72,7 +74,8 @@ class Window:
     total: Tensor
     weight: Tensor
     metrics: dict[str, Tensor]
-    num_micro_batches: int
+    counts: dict[str, int]
+    """Micro-batches that gave a metric, by its name."""
 
 
 def run_window(
@@ -82,6 +85,7 @@ def run_window(
     zero = torch.zeros((), dtype=torch.float64, device=engine.device)
     total, weight = zero, zero
     metrics: dict[str, Tensor] = {}
+    counts: Counter[str] = Counter()
     for index, batch in enumerate(micro_batches):
         with engine.micro_batch(model, index, len(micro_batches)):
             loss, found = evaluate(loss_fn, model, batch)
@@ -90,7 +94,8 @@ def run_window(
         weight = weight + loss.weight.detach().to(zero)
         for name, value in found.items():
             metrics[name] = metrics.get(name, zero) + value.detach().to(zero)
-    return Window(total, weight, metrics, len(micro_batches))
+        counts.update(found.keys())
+    return Window(total, weight, metrics, counts)
 
 
 def evaluate(loss_fn: LossFn, model: nn.Module, batch: Any) -> tuple[Loss, Metrics]:
@@ -135,22 +140,16 @@ class Sums:
     riders: list[float]
 
 
-def reduce_window(window: Window, riders: Sequence[float] = ()) -> Sums:
+def reduce_window(window: Window, names: MetricNames, riders: Sequence[float] = ()) -> Sums:
     """Collective: every rank. One small all-reduce for loss, weight and every metric.
 
     `riders` are numbers summed along.
     """
-    names = sorted(window.metrics)
-    sums = [window.total, window.weight, *(window.metrics[n] for n in names)]
-    total, weight, *means = torch.stack(sums).tolist()
-    numbers = [total, weight, window.num_micro_batches, *riders, *means]
-    vector = torch.tensor(numbers, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(vector)
-    total, weight, count, *rest = vector.tolist()
-    means = rest[len(riders) :]
-    metrics = {n: value / count for n, value in zip(names, means, strict=True)}
-    return Sums(total, weight, metrics, rest[: len(riders)])
+    sums = torch.stack([window.total, window.weight, *window.metrics.values()])
+    total, weight, *found = sums.tolist()  # the one wait for the device
+    metrics = {n: (s, window.counts[n]) for n, s in zip(window.metrics, found, strict=True)}
+    (total, weight, *rest), means = names.reduce([total, weight, *riders], metrics)
+    return Sums(total, weight, means, rest)
 
 
 def require_all_used(model: nn.Module, *, allowed: bool) -> None:
