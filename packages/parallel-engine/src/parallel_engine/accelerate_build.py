@@ -105,22 +105,23 @@ def fsdp_plugin(
     config: AcceleratorConfig, policy: WrapPolicy, ignored: Sequence[nn.Module]
 ) -> FullyShardedDataParallelPlugin:
     by_size = policy.min_num_params is not None
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=config.fsdp.reshard_after_forward,
-        mixed_precision_policy=mixed_precision_policy(config),
-        auto_wrap_policy="size_based_wrap" if by_size else "transformer_based_wrap",
-        transformer_cls_names_to_wrap=None if by_size else list(policy.class_names),
-        # accelerate compares with ">", ours is "at least".
-        min_num_params=(policy.min_num_params or 1) - 1,
-        cpu_offload=_offload_policy() if config.fsdp.cpu_offload else False,
-        ignored_modules=list(ignored),  # None would be filled from FSDP_IGNORED_MODULES
-        state_dict_type="SHARDED_STATE_DICT",
-        limit_all_gathers=True,
-        activation_checkpointing=False,
-        activation_checkpointing_offload=False,
-        cpu_ram_efficient_loading=False,
-    )
+    with _environment_as_it_was():
+        return FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=config.fsdp.reshard_after_forward,
+            mixed_precision_policy=mixed_precision_policy(config),
+            auto_wrap_policy="size_based_wrap" if by_size else "transformer_based_wrap",
+            transformer_cls_names_to_wrap=None if by_size else list(policy.class_names),
+            # accelerate compares with ">", ours is "at least".
+            min_num_params=(policy.min_num_params or 1) - 1,
+            cpu_offload=_offload_policy() if config.fsdp.cpu_offload else False,
+            ignored_modules=list(ignored),  # None would be filled from FSDP_IGNORED_MODULES
+            state_dict_type="SHARDED_STATE_DICT",
+            limit_all_gathers=True,
+            activation_checkpointing=False,
+            activation_checkpointing_offload=False,
+            cpu_ram_efficient_loading=False,
+        )
 
 
 def _offload_policy() -> CPUOffloadPolicy:
