@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -28,6 +29,7 @@ from parallel_testing.models import TinyModel
 from parallel_testing.ranks import run_ranks
 
 CONFIG = PublishConfig(enable=True, repo_id="user/model", license="mit", tags=("tiny",))
+WEIGHTS = (".safetensors", ".distcp")
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
 
@@ -182,17 +184,133 @@ def test_no_room_for_a_private_model_in_a_public_repository(hub, checkpoint):
     done = publish_checkpoint(path, PublishConfig(repo_id="user/model", private=True))
     assert "exists and is public" in done.render()
     assert "--repo_id user/model --private" in done.retry
-    assert (done.bundle / "model.safetensors").is_file()
     assert hub.commits("user/model") == []
+
+
+def _bundles(path):
+    return sorted(p.name for p in path.parent.parent.iterdir() if "publish" in p.name)
+
+
+def test_nothing_is_built_that_could_not_be_sent(hub, checkpoint, monkeypatch):
+    """And the command that tries again says all that was asked for."""
+    path, _ = checkpoint
+    monkeypatch.setenv("HF_TOKEN", "")
+    config = PublishConfig(
+        repo_id="user/model", revision="v2", license="mit", tags=("a b", "c"), base_model="x/y"
+    )
+    done = publish_checkpoint(path.parent / "last", config, dtype="bf16", max_shard_size="1MB")
+    assert "token is missing" in done.render()
+    assert (done.bundle, done.files, _bundles(path)) == (None, {}, [])
+    assert "kept" not in done.render()
+    assert done.retry == (
+        f"ptrain publish {path} --repo_id user/model --license mit --base_model x/y "
+        "--tags 'a b' c --dtype bf16 --max_shard_size 1MB --revision v2"
+    )
+
+
+def test_a_further_try_takes_the_place_of_the_former_one(hub, checkpoint):
+    path, _ = checkpoint
+    hub.faults.append(Fault("/commit/", status=403, times=3))
+    first = publish_checkpoint(path, CONFIG)
+    assert first.bundle.name == "publish-000007-user--model"
+    (first.bundle / "left from before.txt").write_text("x")
+    second = publish_checkpoint(path, CONFIG)
+    assert second.bundle == first.bundle
+    assert not (first.bundle / "left from before.txt").exists()
+    other = publish_checkpoint(path, PublishConfig(repo_id="user/model", revision="a/b"))
+    assert _bundles(path) == ["publish-000007-user--model", "publish-000007-user--model@a%2Fb"]
+    assert other.retry.endswith("--repo_id user/model --revision a/b")
+    assert publish_checkpoint(path, CONFIG, dry_run=True).ok  # takes no bundle away
+    assert len(_bundles(path)) == 2
+    assert publish_checkpoint(path, CONFIG).ok
+    assert _bundles(path) == [other.bundle.name]
+
+
+def test_a_former_bundle_stays_where_the_next_try_ends_at_the_preflight(hub, checkpoint):
+    path, _ = checkpoint
+    hub.faults.append(Fault("/commit/", status=403))
+    first = publish_checkpoint(path, CONFIG)
+    hub.faults.append(Fault("/validate-yaml", status=400))
+    assert "is refused by the Hub" in publish_checkpoint(path, CONFIG).render()
+    assert (first.bundle / "model.safetensors").is_file()
+
+
+def test_a_bundle_that_is_being_sent_is_left_alone(hub, checkpoint):
+    path, _ = checkpoint
+    answer, running = threading.Event(), threading.Event()
+    hub.faults.append(Fault("/commit/", until=answer))
+    done = []
+    thread = threading.Thread(target=lambda: done.append(publish_checkpoint(path, CONFIG)))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not hub.requests_to("/commit/"):
+            assert time.monotonic() < deadline
+            running.wait(0.01)
+        with pytest.raises(PublishError, match="is being sent by another process"):
+            publish_checkpoint(path, CONFIG)
+    finally:
+        answer.set()
+        thread.join(30)
+    assert done[0].ok
+    assert len(hub.commits("user/model")) == 1
+
+
+def test_a_run_that_may_not_be_written_says_so(hub, checkpoint, tmp_path):
+    path, _ = checkpoint
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishError, match="cannot be written: Not a directory"):
+        publish_checkpoint(path, CONFIG, staging=tmp_path / "file" / "staging")
+
+
+def test_a_dry_run_leaves_a_folder_as_it_was(hub, tmp_path):
+    save_pretrained(TinyModel(), tmp_path / "out")
+    done = publish_checkpoint(tmp_path / "out", CONFIG, dry_run=True)
+    assert set(done.files) == {"README.md", "model.safetensors"}
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    hub.faults.append(Fault("/validate-yaml", status=400))
+    done = publish_checkpoint(tmp_path / "out", CONFIG)
+    assert done.retry.endswith("--repo_id user/model --license mit --tags tiny")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def test_a_card_that_is_there_is_sent_as_it_is_and_says_so(hub, tmp_path):
+    save_pretrained(
+        TinyModel(), tmp_path / "out", files={"README.md": "---\nlicense: mit\n---\n# x"}
+    )
+    notes = []
+    config = PublishConfig(repo_id="user/model", license="mit", tags=("arm",))
+    assert publish_checkpoint(tmp_path / "out", config, on_note=notes.append).ok
+    assert hub.files("user/model")["README.md"].endswith(b"# x")
+    assert notes == [
+        f"{tmp_path}/out/README.md is sent as it is, without arm; to have a new one written, "
+        "move it away"
+    ]
+
+
+def test_an_index_that_is_none_is_said(hub, tmp_path):
+    save_pretrained(TinyModel(), tmp_path / "out")
+    (tmp_path / "out/model.safetensors.index.json").write_text("[]")
+    with pytest.raises(PublishError, match="is no index of weights"):
+        publish_checkpoint(tmp_path / "out", CONFIG)
 
 
 def test_damage_is_not_published(hub, checkpoint):
     path, _ = checkpoint
     for file in (path / "pretrained_model").rglob("*"):
-        if file.suffix in (".safetensors", ".distcp"):
+        if file.suffix in WEIGHTS:
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 1
             file.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint):
+        publish_checkpoint(path, CONFIG)
+    assert hub.commits("user/model") == []
+    assert _bundles(path) == []
+
+
+def test_a_file_that_is_missing_is_told_before_anybody_is_asked(hub, checkpoint):
+    path, _ = checkpoint
+    next(f for f in (path / "pretrained_model").rglob("*") if f.suffix in WEIGHTS).unlink()
     with pytest.raises(DamagedCheckpoint):
         publish_checkpoint(path, CONFIG)
     assert hub.requests == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from safetensors.torch import load_file
 from parallel_testing.hub import Fault, card_errors
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_train.cli.app import run
+from parallel_train.cli.commands import ConvertCommand, PublishCommand
+from parallel_train.cli.flags import flag_table
 from parallel_train.policies.act.modeling import ACTPolicy
 from parallel_train.policies.loading import load_policy
 from parallel_train.policies.pretrained import PretrainedPolicy
@@ -220,7 +223,7 @@ def test_convert_publishes_what_it_made(hub, runs, tmp_path, output, capsys):
 def test_a_wrong_name_is_told_before_anything_is_converted(hub, runs, tmp_path, capsys):
     words = ["convert", str(runs / "sharded"), "--output", str(tmp_path / "model")]
     assert run([*words, "--push_to_hub", "no/such/name"]) == 2
-    assert "publish.repo_id = 'no/such/name' is no name on the Hub" in capsys.readouterr().err
+    assert "push_to_hub = 'no/such/name' is no name on the Hub" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 
@@ -253,7 +256,8 @@ def test_a_failure_is_one_message_and_the_command_that_it_names_works(hub, runs,
     last = [line for line in said.err.splitlines() if not line.startswith("hub: ")]
     assert last[0].startswith("not published: ")
     assert message in last[0]
-    assert [line.split(":")[0].strip() for line in last[1:]] == ["kept", "retry"]
+    built = [] if kind == "card" else ["kept"]  # found out before anything is built
+    assert [line.split(":")[0].strip() for line in last[1:]] == [*built, "retry"]
     assert "Traceback" not in said.err
     assert hub.token not in said.err
     assert hub.commits("user/model") == []
@@ -286,11 +290,51 @@ def test_offline_nothing_is_tried(hub, runs, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert run(["publish", str(runs / "act"), "--repo_id", "user/model"]) == 3
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
-    assert run(["resume", "--from_hub", "user/model"]) == 2
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    before = sorted(runs.rglob("*"))
+    for words, code in {
+        ("publish", str(runs / "act"), "--repo_id", "user/model"): 3,
+        ("publish", str(runs / "act"), "--repo_id", "user/model", "--resumable"): 3,
+        ("convert", str(runs / "sharded"), "--push_to_hub", "user/model"): 2,
+        ("resume", "--from_hub", "user/model"): 2,
+    }.items():
+        assert run(list(words)) == code
+        said = capsys.readouterr().err
+        assert "HF_HUB_OFFLINE is set, so user/model cannot be reached. Unset it.\n" in said
+        assert "--publish." not in said
+    assert sorted(runs.rglob("*")) == before
     assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["publish", "--repo_id", "bad//name"], "repo_id = 'bad//name' is no name on the Hub"),
+        (["publish", "--license", "gpl4"], "license = 'gpl4' is no licence identifier"),
+        (["publish", "--base_model", "/x"], "base_model = '/x' is no name on the Hub"),
+        (["publish", "--timeout_s", "0"], "timeout_s = 0, but it is at least 1. Use --timeout_s"),
+        (["publish", "--private"], "private = True, but user/model exists and is public."),
+        (["convert", "--push_to_hub", "bad//name"], "push_to_hub = 'bad//name' is no name on"),
+        (["convert", "--private"], "private = True, but user/model exists and is public."),
+        (["convert", "--push_to_hub", "me/x"], "push_to_hub = 'me/x' belongs to neither 'user'"),
+    ],
+)
+def test_a_message_names_flags_of_the_command_that_was_run(hub, runs, words, message, capsys):
+    hub.create("user/model")
+    place = "--repo_id" if words[0] == "publish" else "--push_to_hub"
+    given = [] if place in words else [place, "user/model"]
+    before = sorted(runs.rglob("*"))
+    assert run([words[0], str(runs / "sharded"), *given, *words[1:]]) in (2, 3)
+    said = capsys.readouterr().err
+    assert message in said
+    assert "publish." not in said
+    command = {
+        "publish": PublishCommand(path="", repo_id=""),
+        "convert": ConvertCommand(path=""),
+    }[words[0]]
+    named = re.findall(r"--([\w.]+)", said.partition("retry:")[0])
+    assert set(named) <= flag_table(command).keys()
+    assert sorted(runs.rglob("*")) == before
+    assert hub.commits("user/model") == []
 
 
 def test_what_passes_is_tried_again(hub, runs, capsys):

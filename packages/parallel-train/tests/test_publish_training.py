@@ -166,7 +166,9 @@ def test_a_card_that_the_hub_refuses_and_a_hub_out_of_reach(hub, tmp_path, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     message = _preflight(hub, tmp_path / "run")
     assert "HF_HUB_OFFLINE is set" in message
-    assert "--publish.no-enable" in message
+    assert message.endswith("Use --publish.no-enable to train all the same.")
+    message = _preflight(hub, tmp_path / "run", enable=False, push_checkpoints=True)
+    assert message.endswith("Use --publish.no-push_checkpoints to train all the same.")
 
 
 def test_a_place_is_asked_for_at_once(capsys):
@@ -229,7 +231,8 @@ def test_replicated_ranks_publish_the_average_that_their_checkpoint_holds(hub, p
     """On a branch, which the printed command names as well."""
     flags = ["--ema.decay", "0.5", "--no-ema.warmup", "--publish.revision", "v2"]
     said = ptrain(*TRAIN, *TWO, *PUBLISH, *flags, "--steps", 2, "--output_dir", "run")
-    command = f"ptrain publish {ptrain.folder}/run/publish-000002 --repo_id user/run --revision v2"
+    bundle = f"{ptrain.folder}/run/publish-000002-user--run@v2"
+    command = f"ptrain publish {bundle} --repo_id user/run --revision v2"
     assert f"publishing; should this be cut short: {command}\n" in said
     assert hub.files("user/run") == {}
     before = load_policy(ptrain.folder / "run").model.state_dict()
@@ -248,7 +251,7 @@ def test_a_run_whose_uploads_fail_ends_well_and_its_commands_mend_it(hub, ptrain
     folder = ptrain.folder / "my run"
     assert steps_of(folder) == ["000002", "000004", "last"]
     assert run(["verify", str(folder)]) == 0
-    assert (folder / "publish-000004/model.safetensors").is_file()
+    assert (folder / "publish-000004-user--run/model.safetensors").is_file()
     said_again = ptrain("resume", folder)
     assert f"is finished: step 4 of 4; to publish it: ptrain publish '{folder}'" in said_again
 

@@ -13,8 +13,10 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from parallel_ckpt import resolve_checkpoint
+from parallel_ckpt import DamagedCheckpoint, read_manifest, resolve_checkpoint
+from parallel_ckpt.integrity import Verify, file_problems
 from parallel_ckpt.layout import DCP, SAFETENSORS, SAFETENSORS_INDEX, TRAINING_STATE, StepFolder
+from parallel_ckpt.manifest import FileRecord
 from parallel_config import Problem
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, loss_curve_svg, render_card
 from parallel_publish.errors import PublishError
@@ -55,16 +57,25 @@ def write_files(
         )
 
 
+def checked_card(info: CardInfo, *, repo_id: str) -> str:
+    """Text of a card.
+
+    Raises:
+        PublishError: the Hub would refuse it.
+    """
+    problems = list(card_problems(info))
+    if problems:
+        raise PublishError(problems)
+    return render_card(info, repo_id=repo_id)
+
+
 def write_card(folder: Path, info: CardInfo, *, repo_id: str) -> str:
     """Write README.md and the curve it shows; returns the card's text.
 
     Raises:
         PublishError: the Hub would refuse the card.
     """
-    problems = list(card_problems(info))
-    if problems:
-        raise PublishError(problems)
-    text = render_card(info, repo_id=repo_id)
+    text = checked_card(info, repo_id=repo_id)
     (folder / CARD).write_text(text, encoding="utf-8")
     if info.losses:
         (folder / CURVE).write_text(loss_curve_svg(info.losses), encoding="utf-8")
@@ -88,20 +99,31 @@ def bundle_checkpoint(
     step = StepFolder(resolve_checkpoint(path))
     source = step.pretrained_model
     names = [entry.name for entry in source.iterdir() if entry.is_file()]
-    has_weights = any(is_weight_file(name) for name in names)
-    if has_weights and dtype == "keep":
-        _refuse_damage(step)
+    if _is_linked(step, dtype):
+        refuse_damage(step, "full")
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             _link_or_copy(source / name, folder / name)
         return step
     from parallel_ckpt.convert import convert
 
-    convert(step.path, output=folder, dtype=dtype, max_shard_size=max_shard_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / ".converted"  # convert replaces a folder, and this one may be locked
+    convert(step.path, output=fresh, dtype=dtype, max_shard_size=max_shard_size)
+    for entry in fresh.iterdir():
+        entry.replace(folder / entry.name)
+    fresh.rmdir()
     for name in names:
         if not is_weight_file(name) and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)
     return step
+
+
+def bundle_bytes(step: StepFolder, *, dtype: Dtype) -> int:
+    """Bytes that a checkpoint's bundle takes at most, for the check of the disk."""
+    if _is_linked(step, dtype):
+        return 0
+    return sum(record.size_bytes for record in _model_records(step))
 
 
 def bundle_files(folder: Path) -> dict[str, Path]:
@@ -138,7 +160,11 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
             yield Problem(str(path), f"is damaged: {error}.")
     index = folder / SAFETENSORS_INDEX
     if index.is_file():
-        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        try:
+            listed = set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            yield Problem(str(index), f"is no index of weights: {error!r}.")
+            return
         if listed != stored:
             yield Problem(
                 str(index), f"lists {len(listed)} tensors, but the files hold {len(stored)}."
@@ -158,19 +184,30 @@ def remove_stale_weights(folder: Path, written: set[str]) -> None:
             entry.unlink()
 
 
-def _refuse_damage(step: StepFolder) -> None:
-    from parallel_ckpt import DamagedCheckpoint, read_manifest
-    from parallel_ckpt.integrity import file_problems
+def refuse_damage(step: StepFolder, verify: Verify) -> None:
+    """Check the files of a checkpoint's model, by size or by checksum.
 
-    prefix = step.pretrained_model.name + "/"
-    records = [
-        record
-        for record in read_manifest(step).files
-        if record.path.startswith(prefix) and f"/{DCP}/" not in record.path
-    ]
-    problems = list(file_problems(step, records, "full"))
+    Raises:
+        DamagedCheckpoint: names each that is missing or differs.
+    """
+    problems = list(file_problems(step, _model_records(step), verify))
     if problems:
         raise DamagedCheckpoint(problems, source=str(step.path))
+
+
+def _model_records(step: StepFolder) -> list[FileRecord]:
+    """Files that a bundle is made from; shards only where there is no safetensors."""
+    prefix = step.pretrained_model.name + "/"
+    records = [record for record in read_manifest(step).files if record.path.startswith(prefix)]
+    plain = [record for record in records if f"/{DCP}/" not in record.path]
+    has_weights = any(is_weight_file(record.path.removeprefix(prefix)) for record in plain)
+    return plain if has_weights else records
+
+
+def _is_linked(step: StepFolder, dtype: Dtype) -> bool:
+    """Whether the checkpoint's own weights are sent, not converted ones."""
+    entries = step.pretrained_model.iterdir()
+    return dtype == "keep" and any(is_weight_file(entry.name) for entry in entries)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

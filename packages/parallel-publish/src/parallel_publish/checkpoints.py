@@ -196,7 +196,8 @@ def newest_on_hub(target: Target) -> tuple[int, list[str]]:
         f"{target.repo_id}@{target.revision}",
         f"holds no complete checkpoint below {CHECKPOINTS}/"
         + (f"; {len(skipped)} incomplete." if skipped else "."),
-        "Push one with push_checkpoint_to_hub, or train with --publish.push_checkpoints.",
+        "Push one first (push_checkpoint_to_hub, or PublishConfig.push_checkpoints of a run), or "
+        "name the branch that holds them.",
     )
 
 
@@ -325,7 +326,8 @@ def _problems(folder: StepFolder) -> list[Problem]:
 
 def push_command(path: Path, target: Target) -> str:
     """The command that pushes a checkpoint."""
+    private = " --private" if target.private else ""
     return (
         f"ptrain publish {shlex.quote(str(path))} --resumable --repo_id {target.repo_id} "
-        f"--revision {shlex.quote(target.revision)}"
+        f"--revision {shlex.quote(target.revision)}{private}"
     )

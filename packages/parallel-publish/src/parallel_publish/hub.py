@@ -55,7 +55,7 @@ class Target:
             PublishError: it names no repository.
         """
         if config.repo_id is None:
-            raise PublishError.of("publish.repo_id", "is missing.", "Use --repo_id user/name.")
+            raise PublishError.of("publish.repo_id", "is missing.", "Name one, as user/name.")
         return cls(
             repo_id=config.repo_id,
             revision=config.revision or "main",
@@ -103,7 +103,7 @@ def preflight(target: Target, *, card: str | None = None) -> None:
             raise PublishError.of(
                 "publish.private",
                 f"= True, but {target.repo_id} exists and is public.",
-                "Choose another --repo_id, or make it private on the Hub first.",
+                "Choose another repository, or make that one private on the Hub first.",
             )
         if existing is None:
             api.create_repo(target.repo_id, private=target.private, exist_ok=True)
@@ -262,8 +262,7 @@ def _refuse_offline(target: Target) -> None:
         raise PublishError.of(
             "HF_HUB_OFFLINE",
             f"is set, so {target.repo_id} cannot be reached.",
-            "Unset it, or leave out what needs the Hub (--publish.no-enable, "
-            "--publish.no-push_checkpoints).",
+            "Unset it.",
         )
 
 
@@ -288,7 +287,7 @@ def _check_token(api: Any, target: Target) -> None:
             "publish.repo_id",
             f"= {target.repo_id!r} belongs to neither {who.get('name')!r} nor an organization "
             "of theirs.",
-            f"Use --publish.repo_id {who.get('name')}/{target.repo_id.split('/')[-1]}.",
+            f"Use {who.get('name')}/{target.repo_id.split('/')[-1]}.",
         )
 
 
@@ -334,11 +333,11 @@ def _problem(target: Target, what: str, error: Exception) -> Problem:
     status = status_of(error)
     remedies = {
         401: _TOKEN_REMEDY,
-        403: "Use a token that may, or another --repo_id.",
-        404: "Check --repo_id and --revision, and that the token may see it.",
+        403: "Use a token that may, or another repository.",
+        404: "Check the names of repository and branch, and that the token may see them.",
         409: "Somebody else works on it; try again.",
         412: "Somebody else commits to it; try again.",
-        413: "Use a smaller --max_shard_size.",
+        413: "Split the weights into smaller files (max_shard_size).",
         429: "Wait some minutes and try again.",
     }
     remedy = remedies.get(status or 0, "Try again later.")

@@ -6,27 +6,34 @@ sends it again.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shlex
 import shutil
-import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from torch import nn
 
 from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
 from parallel_ckpt._ranks import all_ranks
-from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
+from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder, step_name
 from parallel_ckpt.shards import unwrap
 from parallel_config import ConfigError
 from parallel_publish.bundle import (
     Dtype,
+    bundle_bytes,
     bundle_checkpoint,
     bundle_files,
+    checked_card,
     is_weight_file,
     num_bytes,
+    refuse_damage,
     write_card,
 )
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, render_card
@@ -50,7 +57,7 @@ class Publication:
     error: PublishError | None = None
     """Why it failed; nothing changed on the Hub then."""
     bundle: Path | None = None
-    """Folder that was to be sent, where it was kept."""
+    """Folder that was to be sent, where it was kept; None when none was made."""
     retry: str = ""
     """Command that sends it again."""
 
@@ -64,7 +71,8 @@ class Publication:
         total = sum(self.files.values())
         listing = "\n".join(f"  {size:>14,}  {path}" for path, size in sorted(self.files.items()))
         if self.error is not None:
-            return f"not published: {self.error}\n  kept:  {self.bundle}\n  retry: {self.retry}"
+            kept = f"\n  kept:  {self.bundle}" if self.bundle else ""
+            return f"not published: {self.error}{kept}\n  retry: {self.retry}"
         if self.commit_url is None:
             return f"would publish {len(self.files)} files, {total:,} bytes:\n{listing}"
         return f"published {len(self.files)} files, {total:,} bytes: {self.commit_url}"
@@ -210,9 +218,12 @@ def publish_checkpoint(
 ) -> Publication:
     """Publish a committed checkpoint, or a folder with a model. No ranks needed.
 
-    The folder is a bundle that an earlier try has kept, or what `save_pretrained` or `convert`
-    wrote; it gets a card if it has none. With `dry_run` everything is built and checked here, and
-    nothing is sent or asked.
+    The Hub is asked first: nothing is built that could not be sent. A checkpoint's bundle is built
+    in the folder `staging` (None: the run's), in the place of what a former try for the same
+    repository has kept there, and stays only when the upload fails. A folder is a bundle that an
+    earlier try has kept, or what `save_pretrained` or `convert` wrote; it gets a card if it has
+    none. With `dry_run` everything is built and checked here, nothing is sent or asked, and nothing
+    stays.
 
     Raises:
         ConfigError: there is nothing to publish, or it is damaged.
@@ -221,34 +232,135 @@ def publish_checkpoint(
     given = Path(path).expanduser().absolute()
     step = _checkpoint(given)
     if step is None:
-        if not (given / CARD).is_file():
-            bundle_files(given)
-            write_card(given, (card or CardInfo()).with_config(config), repo_id=target.repo_id)
-        return _dry(given, target) if dry_run else _checked(given, target, on_note)
-    root = Path(staging).expanduser().absolute() if staging else _staging_beside(step.path)
-    folder = root.with_name(f"{root.name}-{uuid.uuid4().hex[:8]}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    result = None
-    try:
-        bundle_checkpoint(step.path, folder, dtype=dtype, max_shard_size=max_shard_size)
-        info = (card or _card_of(step)).with_config(config)
-        write_card(folder, info, repo_id=target.repo_id)
-        result = _dry(folder, target) if dry_run else _checked(folder, target, on_note)
-        return result
-    finally:
-        if result is None or result.ok:
-            shutil.rmtree(folder, ignore_errors=True)
+        info = (card or CardInfo()).with_config(config)
+        return _publish_folder(given, target, info, config, dry_run=dry_run, on_note=on_note)
+    info = (card or _card_of(step)).with_config(config)
+    text = checked_card(info, repo_id=target.repo_id)
+    refuse_damage(step, "fast")
+    root = Path(staging).expanduser().absolute() if staging else step.path.parent.parent
+    if not dry_run:
+        options = [*_card_options(config), *_weight_options(dtype, max_shard_size)]
+        error = _preflight_error(target, text)
+        if error is not None:
+            return _failed(step.path, target, error, options)
+    check_disk(root, bundle_bytes(step, dtype=dtype))
+    folder = None if dry_run else bundle_folder(root, int(step.path.name), target)
+    with _empty_folder(root, folder) as bundle:
+        result = None
+        try:
+            bundle_checkpoint(step.path, bundle, dtype=dtype, max_shard_size=max_shard_size)
+            write_card(bundle, info, repo_id=target.repo_id)
+            result = _dry(bundle, target) if dry_run else _send(bundle, target, on_note)
+            return result
+        except OSError as error:
+            raise PublishError.of(bundle, f"cannot be written: {error.strerror}.") from None
+        finally:
+            if result is None or result.ok:
+                shutil.rmtree(bundle, ignore_errors=True)
 
 
-def _checked(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publication:
-    """Preflight and upload; an error of either keeps the folder."""
-    bundle_files(folder)
-    card = folder / CARD
+def bundle_folder(root: Path, step: int, target: Target) -> Path:
+    """Where the model of a step waits for a repository: a further try takes its place."""
+    branch = "" if target.revision == "main" else f"@{quote(target.revision, safe='')}"
+    return root / f"publish-{step_name(step)}-{target.repo_id.replace('/', '--')}{branch}"
+
+
+def _publish_folder(
+    given: Path,
+    target: Target,
+    info: CardInfo,
+    config: PublishConfig,
+    *,
+    dry_run: bool,
+    on_note: Callable[[str], None],
+) -> Publication:
+    """Publish what lies in a folder; a card is written only once the Hub would take it."""
+    bundle_files(given)
+    card = given / CARD
+    text = _read_card(card, config, on_note) if card.is_file() else None
+    fresh = checked_card(info, repo_id=target.repo_id) if text is None else None
+    if dry_run:
+        found = _dry(given, target)
+        written = {CARD: len(fresh.encode())} if fresh is not None else {}
+        return replace(found, files={**found.files, **written})
+    error = _preflight_error(target, text or fresh)
+    if error is not None:
+        return _failed(given, target, error, [] if fresh is None else [*_card_options(config)])
+    if fresh is not None:
+        write_card(given, info, repo_id=target.repo_id)
+    return _send(given, target, on_note)
+
+
+def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]) -> str:
+    """A card that is there already; says so when it is not what was asked for."""
     try:
-        preflight(target, card=card.read_text(encoding="utf-8") if card.is_file() else None)
+        text = card.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PublishError.of(
+            card, f"cannot be read: {error}.", "Write it anew, as UTF-8."
+        ) from None
+    head = text.split("\n---", 1)[0]
+    asked = (config.license, config.base_model, *config.tags)
+    lacks = [value for value in asked if value is not None and value not in head]
+    if lacks:
+        on_note(
+            f"{card} is sent as it is, without {', '.join(lacks)}; to have a new one written, "
+            "move it away"
+        )
+    return text
+
+
+def _preflight_error(target: Target, card: str | None) -> PublishError | None:
+    try:
+        preflight(target, card=card)
     except PublishError as error:
-        return _failed(folder, target, error)
-    return _send(folder, target, on_note)
+        return error
+    return None
+
+
+@contextmanager
+def _empty_folder(root: Path, folder: Path | None) -> Iterator[Path]:
+    """An empty folder for this process alone; None makes one of a name that nobody uses.
+
+    Raises:
+        PublishError: it cannot be written, or another process sends what is in it.
+    """
+    descriptor = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix=".publish-", dir=root))
+        else:
+            folder.mkdir(exist_ok=True)
+            descriptor = _locked(folder)
+            for entry in folder.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    except OSError as error:
+        raise PublishError.of(
+            folder or root,
+            f"cannot be written: {error.strerror}.",
+            "Publish a copy of the run that lies where you may write.",
+        ) from None
+    try:
+        yield folder
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _locked(folder: Path) -> int:
+    """The folder, open and locked until it is closed or this process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise PublishError.of(
+            folder, "is being sent by another process.", "Wait until that one has ended."
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publication:
@@ -263,25 +375,49 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publi
         )
     except ConfigError as error:
         wrapped = error if isinstance(error, PublishError) else PublishError(error.problems)
-        return _failed(folder, target, wrapped)
+        return Publication(
+            repo_id=target.repo_id,
+            files=_sizes(folder),
+            error=wrapped,
+            bundle=folder,
+            retry=_command(folder, target),
+        )
     sizes = {name: path.stat().st_size for name, path in files.items()}
     return Publication(repo_id=target.repo_id, files=sizes, commit_url=url, bundle=folder)
 
 
-def _failed(folder: Path, target: Target, error: PublishError) -> Publication:
+def _failed(
+    folder: Path, target: Target, error: PublishError, options: Sequence[str]
+) -> Publication:
+    """Nothing was built: the same command again is the way."""
     return Publication(
-        repo_id=target.repo_id,
-        files=_sizes(folder),
-        error=error,
-        bundle=folder,
-        retry=_command(folder, target),
+        repo_id=target.repo_id, files={}, error=error, retry=_command(folder, target, options)
     )
 
 
-def _command(folder: Path, target: Target) -> str:
-    options = "" if target.revision == "main" else f" --revision {shlex.quote(target.revision)}"
-    options += " --private" if target.private else ""
-    return f"ptrain publish {shlex.quote(str(folder))} --repo_id {target.repo_id}{options}"
+def _command(folder: Path, target: Target, options: Sequence[str] = ()) -> str:
+    words = ["ptrain", "publish", str(folder), "--repo_id", target.repo_id, *options]
+    words += [] if target.revision == "main" else ["--revision", target.revision]
+    words += ["--private"] if target.private else []
+    return shlex.join(words)
+
+
+def _card_options(config: PublishConfig) -> Iterator[str]:
+    """Flags of `ptrain publish` that the card is made from."""
+    for name in ("license", "base_model"):
+        value = getattr(config, name)
+        if value is not None:
+            yield from (f"--{name}", value)
+    if config.tags:
+        yield from ("--tags", *config.tags)
+
+
+def _weight_options(dtype: Dtype, max_shard_size: str) -> Iterator[str]:
+    """Flags of `ptrain publish` that the weights are made from."""
+    if dtype != "keep":
+        yield from ("--dtype", dtype)
+    if max_shard_size != "5GB":
+        yield from ("--max_shard_size", max_shard_size)
 
 
 def _dry(folder: Path, target: Target) -> Publication:
@@ -307,11 +443,6 @@ def _checkpoint(path: Path) -> StepFolder | None:
         if path.is_dir() and any(is_weight_file(entry.name) for entry in path.iterdir()):
             return None
         raise
-
-
-def _staging_beside(step: Path) -> Path:
-    """In the run folder, so that weights can be linked instead of copied."""
-    return step.parent.parent / f"publish-{step.name}"
 
 
 def _card_of(step: StepFolder) -> CardInfo:

@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from parallel_ckpt.layout import step_name
-from parallel_config import ConfigError, Topology
+from parallel_config import ConfigError, Problem, Topology
 from parallel_engine import together
 from parallel_publish import (
     CardInfo,
@@ -31,6 +30,7 @@ from parallel_publish import (
 )
 from parallel_publish.bundle import num_bytes
 from parallel_publish.hub import without_bars
+from parallel_publish.publishing import bundle_folder
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.factory import build_policy
@@ -62,12 +62,16 @@ class RunPublisher:
         publish = self._config.publish
         if not publish.wants_hub:
             return
-        preflight_publish(
-            publish,
-            card=describe_run(self._config, repo_id=str(publish.repo_id)),
-            staging=self._folder.path if publish.enable else None,
-            needed_bytes=lambda: _model_bytes(self._config),
-        )
+        card = describe_run(self._config, repo_id=str(publish.repo_id))
+        try:
+            preflight_publish(
+                publish,
+                card=card,
+                staging=self._folder.path if publish.enable else None,
+                needed_bytes=lambda: _model_bytes(self._config),
+            )
+        except ConfigError as error:
+            raise ConfigError([*error.problems, _without(publish)], source=error.source) from error
         without_bars()  # they would tear what the run prints
         if self._is_main and publish.push_checkpoints:
             self._pusher = CheckpointPusher(Target.of_checkpoints(publish))
@@ -89,7 +93,7 @@ class RunPublisher:
             self._staged = stage_trained_model(
                 model,
                 publish,
-                staging=self._folder.path / f"publish-{step_name(step)}",
+                staging=bundle_folder(self._folder.path, step, Target.of(publish)),
                 card=together(lambda: self._card(step)),
                 files=files,
                 train_config=SCHEMA.dump(self._config),
@@ -135,6 +139,13 @@ class RunPublisher:
             step=step,
             metrics=self._folder.metrics,
         )
+
+
+def _without(publish: PublishConfig) -> Problem:
+    """The way out that only a run has."""
+    parts = {"enable": publish.enable, "push_checkpoints": publish.push_checkpoints}
+    flags = " ".join(f"--publish.no-{name}" for name, is_on in parts.items() if is_on)
+    return Problem("publish", ": the run needs none of it.", f"Use {flags} to train all the same.")
 
 
 def finished_hint(publish: PublishConfig, folder: RunFolder) -> str:

@@ -11,6 +11,8 @@ from parallel_train.cli.commands import ConvertCommand, InspectCommand, VerifyCo
 from parallel_train.cli.parsing import Parsed
 
 DAMAGED = 1
+PUSH_NAMES = {"repo_id": "push_to_hub"}
+"""What `convert` calls the fields of a publish section, where it is not their name."""
 
 
 def run(parsed: Parsed) -> int:
@@ -51,10 +53,11 @@ def _verify(command: VerifyCommand) -> int:
 
 
 def _convert(command: ConvertCommand) -> int:
-    if command.push_to_hub is not None:
-        from parallel_publish import PublishConfig
+    if command.push_to_hub is not None:  # what the Hub would refuse is told before the work
+        from parallel_train.cli.publishing import check_before, config_of
 
-        PublishConfig(repo_id=command.push_to_hub)  # a wrong name is told before the work
+        fields = {"repo_id": command.push_to_hub, "private": command.private}
+        check_before(config_of(PUSH_NAMES, **fields), PUSH_NAMES)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
@@ -78,11 +81,10 @@ def _convert(command: ConvertCommand) -> int:
 def _publish(command: ConvertCommand, result: Path) -> int:
     """Publish what was converted: the folder made for it, or the checkpoint it was made in."""
     from parallel_ckpt.layout import StepFolder
-    from parallel_publish import PublishConfig
-    from parallel_train.cli.publishing import publish, quiet_in_logs
+    from parallel_train.cli.publishing import config_of, publish, quiet_in_logs
 
     quiet_in_logs()
     inside = StepFolder(result.parent)
     path = inside.path if inside.is_committed else result
-    config = PublishConfig(repo_id=command.push_to_hub, private=command.private)
-    return publish(path, config, dry_run=False, options={})
+    config = config_of(PUSH_NAMES, repo_id=command.push_to_hub, private=command.private)
+    return publish(path, config, dry_run=False, options={}, names=PUSH_NAMES)

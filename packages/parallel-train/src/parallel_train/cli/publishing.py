@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, Problem
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import PublishCommand
 from parallel_train.cli.parsing import Parsed
 from parallel_train.signals import NOT_PUBLISHED
+
+E = TypeVar("E", bound=ConfigError)
 
 
 def run(parsed: Parsed) -> int:
     """Publish. Returns 0, 3 when it is not on the Hub now (what was made is kept), 2 for wrong
     input.
     """
-    from parallel_publish import PublishConfig
-
     command: PublishCommand = parsed.command
     quiet_in_logs()
     try:
-        config = PublishConfig(
+        config = config_of(
             repo_id=command.repo_id,
             private=command.private,
             revision=command.revision,
@@ -37,7 +40,56 @@ def run(parsed: Parsed) -> int:
         options = {"dtype": command.dtype, "max_shard_size": command.max_shard_size}
         return publish(command.path, config, dry_run=command.dry_run, options=options)
     except ConfigError as error:
-        return fail(error, "ptrain publish")
+        return fail(spoken(error), "ptrain publish")
+
+
+def config_of(names: Mapping[str, str] = MappingProxyType({}), /, **fields: Any) -> Any:
+    """The `PublishConfig` that flags stand for; `names` as for `spoken`.
+
+    Raises:
+        ConfigError: a flag is wrong; it is called what this command calls it.
+    """
+    from parallel_publish import PublishConfig
+
+    try:
+        return PublishConfig(**fields)
+    except ConfigError as error:
+        raise spoken(error, names) from None
+
+
+def spoken(error: E, names: Mapping[str, str] = MappingProxyType({})) -> E:
+    """The error with the fields of a run's `publish` section called what this command calls them.
+
+    `names` has those whose flag is not the field's name.
+    """
+
+    def word(match: re.Match[str]) -> str:
+        return match[1] + names.get(match[2], match[2])
+
+    problems = [
+        Problem(
+            re.sub(r"^()publish\.(\w+)$", word, problem.path),
+            problem.message,
+            re.sub(r"(--)publish\.(\w+)", word, problem.remedy),
+        )
+        for problem in error.problems
+    ]
+    return type(error)(problems, source=error.source)
+
+
+def check_before(config: Any, names: Mapping[str, str]) -> None:
+    """Ask the Hub whether it would take a model, before work goes into one.
+
+    Raises:
+        ConfigError: it would not, or is out of reach.
+    """
+    from parallel_publish import Target
+    from parallel_publish.hub import preflight
+
+    try:
+        preflight(Target.of(config))
+    except ConfigError as error:
+        raise spoken(error, names) from None
 
 
 def quiet_in_logs() -> None:
@@ -48,8 +100,17 @@ def quiet_in_logs() -> None:
         without_bars()
 
 
-def publish(path: str | Path, config: Any, *, dry_run: bool, options: Mapping[str, Any]) -> int:
+def publish(
+    path: str | Path,
+    config: Any,
+    *,
+    dry_run: bool,
+    options: Mapping[str, Any],
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> int:
     """Publish a checkpoint or a folder with a model, say how it went, and give the exit code.
+
+    `names` as for `spoken`.
 
     Raises:
         ConfigError: there is nothing to publish, or it is damaged.
@@ -58,6 +119,8 @@ def publish(path: str | Path, config: Any, *, dry_run: bool, options: Mapping[st
 
     card = _card(path, str(config.repo_id))
     result = publish_checkpoint(path, config, card=card, dry_run=dry_run, **options)
+    if result.error is not None:
+        result = dataclasses.replace(result, error=spoken(result.error, names))
     print(result.render(), file=sys.stdout if result.ok else sys.stderr)
     return 0 if result.ok else NOT_PUBLISHED
 
@@ -90,7 +153,10 @@ def _push(command: PublishCommand, config: Any) -> int:
         preflight(target)
         url = push_checkpoint_to_hub(checkpoint, target)
     except PublishError as error:
-        print(f"not pushed: {error}\n  retry: {push_command(checkpoint, target)}", file=sys.stderr)
+        print(
+            f"not pushed: {spoken(error)}\n  retry: {push_command(checkpoint, target)}",
+            file=sys.stderr,
+        )
         return NOT_PUBLISHED
     print(f"pushed {checkpoint}: {url}")
     return 0
