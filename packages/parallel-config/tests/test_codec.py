@@ -111,6 +111,52 @@ def test_all_problems_are_told_at_once():
     ]
 
 
+def test_what_another_version_wrote_is_read_without_the_keys_that_are_new():
+    """BC-16: a person's slip is an error, the field of another version is named and left out."""
+    document = {
+        "steps": 7,
+        "stpes": 5,
+        "later": {"x": [1]},
+        "model": {"type": "small", "width": 3, "rope": 2},
+        "accelerator": {"mixed_precision": "bf16", "fsdp": {"wrap_modles": 1}, "compile": {"a": 0}},
+    }
+    loaded = SCHEMA.from_document(document, source="x", trusted=False, leave_out_unknown=True)
+    wanted = AcceleratorConfig(mixed_precision="bf16")
+    assert loaded.config == RunConfig(steps=7, model=SmallModel(width=3), accelerator=wanted)
+    assert sorted(loaded.notes) == [
+        "accelerator.compile.a = 0 is left out: this version has no such field.",
+        "accelerator.fsdp.wrap_modles = 1 is left out: this version has no such field. "
+        "Did you mean 'wrap_modules'?",
+        'later = {"x": [1]} is left out: this version has no such field.',
+        "model.rope = 2 is left out: this version has no such field.",
+        "stpes = 5 is left out: this version has no such field. Did you mean 'steps'?",
+    ]
+    assert set(loaded.left_out) == {note.split(" = ")[0] for note in loaded.notes}
+    assert document["stpes"] == 5  # nothing is edited in place
+    with pytest.raises(ConfigError, match="stpes is not a field"):
+        SCHEMA.from_document(document, source="x", trusted=False)
+
+
+def test_what_is_wrong_stays_wrong_beside_what_is_left_out():
+    document = {"stpes": 5, "steps": "a", "model": {"type": "small", "width": "b", "rope": 2}}
+    with pytest.raises(ConfigError) as caught:
+        SCHEMA.from_document(document, source="x", trusted=False, leave_out_unknown=True)
+    assert [str(problem) for problem in caught.value.problems] == [
+        'model.width = "b", but it should be a valid integer.',
+        'steps = "a", but it should be a valid integer.',
+    ]
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.toml"])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name):
+    text = "steps = 5" if name.endswith("toml") else '{"steps": 5}'
+    (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
+    assert SCHEMA.load_file(tmp_path / name, trusted=True).config.steps == 5
+    (tmp_path / name).write_bytes(text.encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"is not UTF-8 text: .*\. Save it as UTF-8\."):
+        SCHEMA.load_file(tmp_path / name, trusted=True)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

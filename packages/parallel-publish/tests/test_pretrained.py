@@ -67,6 +67,13 @@ def test_a_folder_gives_the_model_back(tmp_path, meta, shard_size):
     assert len(list(tmp_path.glob("model*.safetensors"))) == (1 if shard_size == "5GB" else 2)
 
 
+def test_a_config_that_an_editor_gave_a_byte_order_mark(tmp_path):
+    Regressor(6).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
+    assert Regressor.from_pretrained(tmp_path).embed.out_features == 6
+
+
 def test_saving_again_leaves_no_stale_shards(tmp_path):
     Regressor().save_pretrained(tmp_path, max_shard_size="300B")
     model = Regressor()

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from parallel_publish import shareable
+from parallel_publish.sharing import shareable_bytes
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,11 @@ def test_secrets_by_name():
 @pytest.mark.parametrize("text", ['{"lr": 1e-05, "x": 0.30000000000000004}', "no json", "[]"])
 def test_a_text_without_anything_to_hide_is_the_same_to_the_byte(text):
     assert shareable(text) == text
+
+
+def test_a_byte_order_mark_hides_no_path(tmp_path):
+    """An editor may have put it there; the document is one all the same."""
+    file = tmp_path / "config.json"
+    file.write_text('{"a": "/home/me/x"}', encoding="utf-8-sig")
+    assert json.loads(shareable_bytes(file)) == {"a": "x"}
+    assert json.loads(shareable(file.read_text(encoding="utf-8"))) == {"a": "x"}

@@ -1,5 +1,6 @@
 """Where a run starts: what `--resume never | auto | must` does with what lies in the folder."""
 
+import json
 import os
 import shlex
 import shutil
@@ -7,11 +8,17 @@ import threading
 
 import pytest
 
+from parallel_ckpt.hashing import hash_bytes
 from parallel_ckpt.layout import RunFolder
 from parallel_ckpt.lock import RunLock
 from parallel_config import ConfigError
 from parallel_train import start
+from parallel_train.cli import app
 from parallel_train.cli.parsing import parse
+from parallel_train.config import read_config
+from parallel_train.data.config import EMBEDDED_ROOT
+from parallel_train.data.metadata import read_metadata
+from parallel_train.policies.loading import load_policy
 from parallel_train.signals import StopRequest
 from parallel_train.start import decide_start
 from parallel_train.train import Job, train
@@ -161,3 +168,92 @@ def test_a_signal_before_the_first_update_is_no_lost_run(run):
         outcome = train(job("--output_dir", run, "--steps", 8), stop)
     assert (outcome.step, outcome.exit_code) == (6, 75)
     assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
+
+
+@pytest.fixture
+def from_a_newer_version(finished, tmp_path):
+    """A copy of the run whose files hold fields that this version does not have."""
+    path = tmp_path / "run"
+    shutil.copytree(finished, path, symlinks=True)
+    for step in (*(path / "checkpoints").glob("0*"), path):
+        config = step / "pretrained_model" / "train_config.json"
+        config = config if config.exists() else step / "train_config.json"
+        document = json.loads(config.read_text())
+        document["optimizer"]["nesterov"] = True
+        document["policy"]["registers"] = 4
+        document["tokenizer"] = {"words": 9}
+        data = json.dumps(document).encode()
+        config.write_bytes(data)
+        manifest = step / "manifest.json"
+        if manifest.exists():
+            record = json.loads(manifest.read_text())
+            for file in record["files"]:
+                if file["path"].endswith("train_config.json"):
+                    file |= {"size_bytes": len(data), "checksum": hash_bytes(data)}
+            manifest.write_text(json.dumps(record))
+    return path
+
+
+LEFT_OUT = [
+    "optimizer.nesterov = true is left out: this version has no such field.",
+    "policy.registers = 4 is left out: this version has no such field.",
+    'tokenizer = {"words": 9} is left out: this version has no such field.',
+]
+
+
+@pytest.mark.parametrize("way", ["resume", "auto"])
+def test_a_newer_versions_run_goes_on_and_names_what_is_left_out(from_a_newer_version, way, capsys):
+    """BC-16b: no dead end; what the newer version wrote stays as it is."""
+    path = from_a_newer_version
+    before = {file: file.read_bytes() for file in path.rglob("*.json") if file.is_file()}
+    if way == "resume":
+        parsed = parse(["resume", str(path), "--steps", "8"])
+        work = Job(config=parsed.command.run, resume="must", checkpoint=path, notes=parsed.notes)
+    else:
+        work = job("--output_dir", path, "--steps", 8)
+    assert train(work, StopRequest()).step == 8
+    said = capsys.readouterr().out
+    assert [said.count(line) for line in LEFT_OUT] == [1, 1, 1]
+    after = {file: file.read_bytes() for file in before}
+    changed = {file for file in before if after[file] != before[file]}
+    assert changed <= {path / "train_config.json"}
+    kept = (path / "train_config.until-000006.json").read_bytes()
+    assert kept == before[path / "train_config.json"]
+    assert json.loads((path / "train_config.json").read_text())["steps"] == 8
+
+
+def test_a_slip_in_a_users_own_file_stays_an_error(from_a_newer_version, capsys):
+    file = from_a_newer_version / "train_config.json"
+    assert app.run(["train", "--config", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "optimizer.nesterov is not a field." in said
+    assert "policy.registers is not a field." in said
+    assert app.run(["resume", str(from_a_newer_version), "--print_config"]) == 0
+    assert sorted(capsys.readouterr().err.splitlines()) == LEFT_OUT
+
+
+def test_a_newer_policy_is_refused_where_it_would_act(from_a_newer_version):
+    """Its outputs could differ without a word; here a way out is told instead."""
+    config = from_a_newer_version / "checkpoints/000006/pretrained_model/config.json"
+    document = json.loads(config.read_text())
+    config.write_text(json.dumps(document | {"registers": 4}))
+    with pytest.raises(ConfigError, match="registers is not a field") as caught:
+        load_policy(config.parent)
+    assert "a newer release may have written it. Upgrade the packages then." in str(caught.value)
+
+
+def test_a_byte_order_mark_in_a_json_that_a_person_edited_is_no_damage(finished, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(finished / "checkpoints/000006/pretrained_model", model)
+    data = tmp_path / "data"
+    shutil.copytree(EMBEDDED_ROOT, data)
+    files = [*model.glob("*.json"), *data.rglob("*.json")]
+    assert {"config.json", "preprocessor.json", "info.json"} <= {file.name for file in files}
+    for file in files:
+        file.write_bytes(file.read_bytes().decode().encode("utf-8-sig"))
+    assert load_policy(model).config == load_policy(finished).config
+    assert read_metadata(data).spec == read_metadata(EMBEDDED_ROOT).spec
+    assert read_config(model / "train_config.json", trusted=False).config.steps == 6
+    (model / "config.json").write_bytes((model / "config.json").read_text()[1:].encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"config.json is not UTF-8 text: .* Save it as UTF-8"):
+        load_policy(model)

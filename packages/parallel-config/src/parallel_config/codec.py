@@ -37,7 +37,9 @@ class Loaded(Generic[T]):
 
     config: T
     notes: tuple[str, ...] = ()
-    """What a migration changed, one line each; to be shown to the user."""
+    """What a migration changed and what was left out, one line each; to be shown to the user."""
+    left_out: tuple[str, ...] = ()
+    """Paths of keys that this version does not know."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +85,24 @@ class Schema(Generic[T]):
         text, toml = read_config_text(path)
         return self.load(text, source=str(path), trusted=trusted, toml=toml)
 
-    def from_document(self, document: Document, *, source: str, trusted: bool) -> Loaded[T]:
-        """`load` for a document that is already parsed."""
+    def from_document(
+        self, document: Document, *, source: str, trusted: bool, leave_out_unknown: bool = False
+    ) -> Loaded[T]:
+        """`load` for a document that is already parsed.
+
+        With `leave_out_unknown` a key that no field has is left out and named in the notes: for
+        what a program wrote, where it is no slip of a person but the field of another version.
+        """
         document, notes = self._migrate(document, source)
         problems: list[Problem] = []
+        left_out: list[_LeftOut] | None = [] if leave_out_unknown else None
         sections: dict[str, Any] = {}
         for name, registry in self.registries.items():
             if name in document:
-                section, found = _load_tagged(registry, name, document.pop(name), trusted)
+                section, found = _load_tagged(registry, name, document.pop(name), trusted, left_out)
                 sections[name] = section
                 problems.extend(found)
-        config, found = _validate(self.cls, document)
+        config, found = _validate(self.cls, document, left_out)
         problems.extend(found)
         if not problems:
             with collect_problems() as crossed:
@@ -101,7 +110,8 @@ class Schema(Generic[T]):
             problems.extend(crossed)
         if problems:
             raise ConfigError(problems, source=source)
-        return Loaded(config, tuple(notes))
+        notes.extend(found.note for found in left_out or ())
+        return Loaded(config, tuple(notes), tuple(found.path for found in left_out or ()))
 
     def _migrate(self, document: Document, source: str) -> tuple[Document, list[str]]:
         document = dict(document)
@@ -146,9 +156,12 @@ def read_config_text(path: Path) -> tuple[str, bool]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(Problem(name, f"is larger than {MAX_BYTES} bytes: no config."))
-        return path.read_text(encoding="utf-8"), path.suffix.lower() == ".toml"
+        # Some editors begin a UTF-8 file with a byte order mark.
+        return path.read_text(encoding="utf-8-sig"), path.suffix.lower() == ".toml"
     except UnicodeDecodeError as error:
-        raise ConfigError(Problem(name, f"is not UTF-8 text: {error.reason}.")) from None
+        raise ConfigError(
+            Problem(name, f"is not UTF-8 text: {error.reason}.", "Save it as UTF-8.")
+        ) from None
     except OSError as error:
         raise ConfigError(Problem(name, f"cannot be read: {error.strerror}.")) from None
 
@@ -212,8 +225,27 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
 
 
+@dataclass(frozen=True)
+class _LeftOut:
+    """A key of a document that no field has."""
+
+    path: str
+    value: Any
+    hint: str
+
+    @property
+    def note(self) -> str:
+        """What a person should be told."""
+        text = f"{self.path} = {_short(self.value)} is left out: this version has no such field."
+        return f"{text} {self.hint}".rstrip()
+
+
 def _load_tagged(
-    registry: Registry[Any], name: str, value: Any, trusted: bool
+    registry: Registry[Any],
+    name: str,
+    value: Any,
+    trusted: bool,
+    left_out: list[_LeftOut] | None,
 ) -> tuple[Any, list[Problem]]:
     if not isinstance(value, dict):
         return None, [Problem(name, f"= {value!r}, but it is a section (a mapping with a type).")]
@@ -226,12 +258,21 @@ def _load_tagged(
         cls = registry.resolve(tag, trusted=trusted)
     except ConfigError as error:
         return None, list(error.problems)
-    config, problems = _validate(cls, section)
+    inner: list[_LeftOut] | None = None if left_out is None else []
+    config, problems = _validate(cls, section, inner)
+    if left_out is not None:
+        below = (dataclasses.replace(found, path=f"{name}.{found.path}") for found in inner or ())
+        left_out.extend(below)
     return config, [problem.below(name) for problem in problems]
 
 
-def _validate(cls: type[Any], document: Document) -> tuple[Any, list[Problem]]:
-    """Build `cls` from a document; problems are relative to it."""
+def _validate(
+    cls: type[Any], document: Document, left_out: list[_LeftOut] | None = None
+) -> tuple[Any, list[Problem]]:
+    """Build `cls` from a document; problems are relative to it.
+
+    A list takes the keys that no field has; None makes them problems.
+    """
     # Imported here because it takes longer than all the rest of `ptrain --help`.
     from pydantic import TypeAdapter, ValidationError
 
@@ -243,17 +284,42 @@ def _validate(cls: type[Any], document: Document) -> tuple[Any, list[Problem]]:
         try:
             config = TypeAdapter(cls).validate_json(text, strict=True, extra="forbid")
         except ValidationError as error:
+            fitting = document if left_out is None else _leave_out(cls, document, error, left_out)
+            if fitting is not document:
+                return _validate(cls, fitting, left_out)
             return None, [*_flatten(cls, error), *problems]
     return config, problems
 
 
+def _leave_out(
+    cls: type[Any], document: Document, error: ValidationError, left_out: list[_LeftOut]
+) -> Document:
+    """The document without the keys that no field has; the same one where there are none."""
+    found: Document = json.loads(json.dumps(document, default=str))
+    count = len(left_out)
+    for loc in dict.fromkeys(d["loc"] for d in error.errors() if d["type"] == _UNKNOWN):
+        owner = found
+        for part in loc[:-1]:
+            if isinstance(owner, dict) and part in owner:  # else a branch of a union
+                owner = owner[part]
+        path = _path(cls, loc)
+        if isinstance(owner, dict) and loc[-1] in owner:
+            hint = _unknown_key(cls, loc, path).remedy
+            hint = hint if hint.startswith("Did you mean") else ""
+            left_out.append(_LeftOut(path, owner.pop(loc[-1]), hint))
+    return found if len(left_out) > count else document
+
+
+_UNKNOWN = "unexpected_keyword_argument"
+
+
 def _flatten(cls: type[Any], error: ValidationError) -> Iterator[Problem]:
     details = error.errors(include_url=False)
-    unknown = {d["loc"] for d in details if d["type"] == "unexpected_keyword_argument"}
+    unknown = {d["loc"] for d in details if d["type"] == _UNKNOWN}
     seen: set[str] = set()
     for detail in details:
         path = _path(cls, detail["loc"])
-        if detail["type"] == "unexpected_keyword_argument":
+        if detail["type"] == _UNKNOWN:
             yield _unknown_key(cls, detail["loc"], path)
         elif path not in seen and detail["loc"] not in unknown:
             yield Problem(path, _message(detail))

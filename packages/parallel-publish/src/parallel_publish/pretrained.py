@@ -202,7 +202,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise PublishError.of(path, "does not exist, so nobody knows the model.") from None
     except (OSError, ValueError) as error:

@@ -458,5 +458,5 @@ def _card_of(step: StepFolder) -> CardInfo:
             "trained on": manifest.topology.describe(),
             "versions": ", ".join(f"{k} {v}" for k, v in sorted(manifest.versions.items())),
         },
-        train_config=config.read_text(encoding="utf-8") if config.is_file() else None,
+        train_config=config.read_text(encoding="utf-8-sig") if config.is_file() else None,
     )

@@ -12,6 +12,8 @@ from parallel_ckpt.layout import TRAIN_CONFIG
 DOCUMENTS = ("config.json", TRAIN_CONFIG)
 """Files of a model that may name folders of the machine that trained it."""
 REMOVED = "removed"
+BYTE_ORDER_MARK = "\ufeff"
+"""Some editors begin a file with it; JSON has none."""
 _TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{12,}\b")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _SECRET_NAMES = re.compile(r"(?:^|_)(?:token|password|passwd|secret|api_key)$", re.IGNORECASE)
@@ -25,7 +27,7 @@ def shareable(text: str) -> str:
     so does one that is no JSON.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text.removeprefix(BYTE_ORDER_MARK))
     except ValueError:
         return text
     cleaned = _clean("", document)

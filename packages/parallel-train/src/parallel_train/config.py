@@ -142,7 +142,8 @@ def read_config(
     """Read a `.json` or `.toml` config.
 
     `trusted` says that the user wrote the file. In a file that came with a checkpoint a policy
-    may be named by path only if the user repeated that very path (`repeated_type`).
+    may be named by path only if the user repeated that very path (`repeated_type`), and keys that
+    only another version has are left out and named in the notes.
 
     Raises:
         ConfigError: every problem of the file.
@@ -151,5 +152,9 @@ def read_config(
     document = parse(text, source=str(file), toml=toml)
     policy = document.get("policy")
     named = policy.get("type") if isinstance(policy, dict) else None
-    trusted = trusted or (named is not None and named == repeated_type)
-    return SCHEMA.from_document(document, source=str(file), trusted=trusted)
+    return SCHEMA.from_document(
+        document,
+        source=str(file),
+        trusted=trusted or (named is not None and named == repeated_type),
+        leave_out_unknown=not trusted,
+    )

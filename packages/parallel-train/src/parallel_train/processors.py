@@ -194,7 +194,7 @@ def _mode_of(name: str, modes: Mapping[str, str]) -> str:
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
-        plain = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        plain = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8-sig"))
         tensors = load_file(folder / TENSOR_FILE)
     except OSError as error:
         raise _error(folder, f"cannot be read: {error}.") from error

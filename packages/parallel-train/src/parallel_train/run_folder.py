@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,12 @@ class RunFolder:
         temporary = self.train_config.with_suffix(".json.tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.train_config)
+
+    def keep_config(self, step: int) -> None:
+        """Give the config a name that stays, before one that knows less takes its place."""
+        if self.train_config.exists():
+            kept = self.path / f"train_config.until-{step:06d}.json"
+            shutil.copyfile(self.train_config, kept)
 
     def drop_metrics_after(self, step: int) -> None:
         """Remove lines of updates that a resumed run is about to repeat.

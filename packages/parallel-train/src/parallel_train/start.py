@@ -49,6 +49,8 @@ class Start:
     """How its files are yet to be checked: the newest of a folder was chosen by its checksums."""
     changed: frozenset[str] = frozenset()
     """Paths of fields that differ from the checkpoint's config."""
+    left_out: tuple[str, ...] = ()
+    """Keys of the checkpoint's config that only another version knows."""
     notes: tuple[str, ...] = ()
     """Lines to show."""
 
@@ -209,11 +211,13 @@ def _decide(
         topology = job.config.parallelism.resolve(world_size)
         config = resolved_config(job.config, topology)
         return Start(folder=folder, config=config, topology=topology, notes=tuple(notes))
-    saved = read_config(
+    loaded = read_config(
         StepFolder(checkpoint).train_config,
         trusted=False,
         repeated_type=POLICIES.name_of(job.config.policy),
-    ).config
+    )
+    saved = loaded.config
+    notes += [note for note in loaded.notes if note not in notes]  # of `resume` they are known
     _require_same_optimizer(saved, job.config)
     manifest = read_manifest(StepFolder(checkpoint))
     adapted = adapt(
@@ -233,5 +237,6 @@ def _decide(
         topology=adapted.topology,
         checkpoint=checkpoint,
         changed=changed_paths(saved, adapted.config),
+        left_out=loaded.left_out,
         notes=tuple(lines),
     )

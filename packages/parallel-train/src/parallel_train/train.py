@@ -180,6 +180,8 @@ def _provenance(job: Job) -> dict[str, object]:
 
 
 def _open_folder(start: Start, text: str, step: int) -> None:
+    if start.left_out:
+        start.folder.keep_config(step)
     start.folder.write_config(text)
     start.folder.drop_metrics_after(step)
 

@@ -31,6 +31,8 @@ def run(parsed: Parsed) -> int:
     """Train or resume. Returns the exit code; a rank of a group leaves the process itself."""
     command: TrainCommand | ResumeCommand = parsed.command
     if command.print_config:
+        for line in parsed.notes:
+            print(line, file=sys.stderr)
         print(SCHEMA.dump(command.run), end="")
         return 0
     try:

@@ -135,7 +135,7 @@ def read_table(root: Path, relative: str, columns: list[str] | None = None) -> p
 
 def _read_json(root: Path, name: str) -> Any:
     try:
-        return json.loads((root / name).read_text(encoding="utf-8"))
+        return json.loads((root / name).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise folder_error(
             root,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_ckpt import StepFolder, load_weights, resolve_checkpoint
-from parallel_config.codec import parse
+from parallel_config.codec import parse, read_config_text
 from parallel_publish.pretrained import find_pretrained
 from parallel_train.data.spec import DataSpec
 from parallel_train.policies.base import PolicyConfig
@@ -83,7 +83,7 @@ def load_policy(
         ConfigError: there is no such checkpoint, or its policy is not registered here.
     """
     folder = _find(path, revision, token)
-    text = (folder / "config.json").read_text(encoding="utf-8")
+    text, _ = read_config_text(folder / "config.json")
     config, spec = read_policy_document(
         parse(text, source=str(folder)),
         source=str(folder / "config.json"),

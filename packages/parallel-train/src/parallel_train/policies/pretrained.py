@@ -10,6 +10,7 @@ from typing import Any, Self
 from parallel_config import ConfigError, Problem
 from parallel_config.codec import Schema
 from parallel_publish import PreTrainedModel
+from parallel_publish.pretrained import CONFIG
 from parallel_train.data.spec import DataSpec
 from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.factory import policy_class, policy_json
@@ -73,4 +74,10 @@ def read_policy_document(
         ) from error
     cls = POLICIES.resolve(name, trusted=name == policy_type)
     schema: Schema[PolicyConfig] = Schema(cls, version=1)
-    return schema.from_document(fields, source=source, trusted=False).config, spec
+    try:
+        return schema.from_document(fields, source=source, trusted=False).config, spec
+    except ConfigError as error:  # no key is left out here: it may change what the model computes
+        way = Problem(
+            CONFIG, ": a newer release may have written it.", "Upgrade the packages then."
+        )
+        raise ConfigError([*error.problems, way], source=source) from None
