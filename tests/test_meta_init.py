@@ -45,7 +45,24 @@ def test_a_policy_that_draws_its_values_elsewhere_says_what_to_do(ptrain):
     flags = ["--policy.type", "drawn:MyPolicy", "--steps", 1, "--meta_init"]
     environ = {"PYTHONPATH": ":".join([str(ptrain.folder), *filter(None, sys.path)])}
     text = ptrain("train", *flags, code=2, env=environ)
-    assert "meta_init = True, but MyPolicy does not get its values" in text
-    assert "table" in text
-    assert "--no-meta_init" in text
+    assert text.endswith(
+        "meta_init = True, but MyPolicy was built on the meta device, and nothing gave values to "
+        "table. Give its modules a reset_parameters() that draws them, or use --no-meta_init.\n"
+    ), text
+    drawing = "    def reset_parameters(self):\n        raise RuntimeError('no\\nway')\n"
+    (ptrain.folder / "drawn.py").write_text(POLICY + drawing)
+    text = ptrain("train", *flags, code=2, env=environ)
+    assert text.endswith(
+        "meta_init = True, but drawing the values of MyPolicy fails: no. "
+        "Mend the module's reset_parameters(), or use --no-meta_init.\n"
+    ), text
+    fetching = "    def reset_parameters(self):\n        nn.init.ones_(self.table)\n\n"
+    fetching += "    def load_pretrained(self):\n        self.load_state_dict({})\n"
+    (ptrain.folder / "drawn.py").write_text(POLICY + fetching)
+    text = ptrain("train", *flags, code=2, env=environ)
+    assert text.endswith(
+        "meta_init = True, but MyPolicy cannot read its pretrained weights into shards: "
+        "Error(s) in loading state_dict for MyPolicy. Use --no-meta_init.\n"
+    ), text
+    (ptrain.folder / "drawn.py").write_text(POLICY)
     ptrain("train", *flags[:-1], "--output_dir", "run", env=environ)

@@ -127,15 +127,33 @@ def _first_values(model: nn.Module) -> None:
         ConfigError: modules draw no values of their own, or the policy cannot read pretrained
             weights into shards.
     """
+    name = type(unwrap(model)).__name__
     try:
         initialize(model)
+    except RuntimeError as error:
+        way = "Mend the module's reset_parameters(), or use --no-meta_init."
+        raise _without_values(
+            f"drawing the values of {name} fails: {_first_line(error)}.", way
+        ) from error
+    try:
         require_filled(model)
-        load_pretrained(unwrap(model))
-    except (ConfigError, RuntimeError) as error:
-        name = type(unwrap(model)).__name__
+    except ConfigError as error:  # it names the way of a library's user; here there is one
         way = "Give its modules a reset_parameters() that draws them, or use --no-meta_init."
-        problem = Problem("meta_init", f"= True, but {name} does not get its values: {error}", way)
-        raise ConfigError(problem) from error
+        found = "; ".join(problem.message.rstrip(".") for problem in error.problems)
+        raise _without_values(f"{name} {found}.", way) from None
+    try:
+        load_pretrained(unwrap(model))  # a ConfigError of its own says all
+    except RuntimeError as error:
+        message = f"{name} cannot read its pretrained weights into shards: {_first_line(error)}."
+        raise _without_values(message, "Use --no-meta_init.") from error
+
+
+def _without_values(message: str, way: str) -> ConfigError:
+    return ConfigError(Problem("meta_init", f"= True, but {message}", way))
+
+
+def _first_line(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".:")
 
 
 def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset | None]:
