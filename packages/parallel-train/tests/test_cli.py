@@ -91,6 +91,44 @@ def test_a_negative_degree(words):
     assert config(*words).parallelism.dp_shard == -1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["resume", ""], "path = '' is empty. Name a folder."),
+        (["resume", " "], "path = ' ' is empty. Name a folder."),
+        (["resume", "--from_hub", ""], "from_hub = '' is no name on the Hub."),
+        (["resume", "--from_hub", "user/run@"], "from_hub = 'user/run@' is no name on the Hub."),
+        (["inspect", ""], "path = '' is empty. Name a folder."),
+        (["verify", ""], "path = '' is empty. Name a folder."),
+        (["convert", ""], "path = '' is empty. Name a folder."),
+        (["evaluate", ""], "path = '' is empty. Name a folder."),
+        (["report", ""], "path = '' is empty. Name a folder."),
+        (["publish", "", "--repo_id", "a/b"], "path = '' is empty. Name a folder."),
+        (["publish", "x", "--repo_id", ""], "repo_id = '' is empty. Give --repo_id a value."),
+        (["publish", "x", "--repo_id", "a/b", "--revision="], "Give --revision a value, or leave"),
+        (["convert", "x", "--output", ""], "output = '' is empty. Give --output a value, or leave"),
+        (["convert", "x", "--push_to_hub", ""], "push_to_hub = '' is empty."),
+        (["evaluate", "x", "--output", ""], "output = '' is empty."),
+        (["evaluate", "x", "--policy.type", ""], "policy.type = '' is empty. Give --policy.type"),
+        (["doctor", "--output_dir", ""], "output_dir = '' is empty."),
+        (["train", "--config", ""], "config = '' is empty. Give --config a value, or leave it out"),
+        (["plan", "--config", ""], "config = '' is empty."),
+        (["train", "--policy.type", ""], "policy.type = '' is empty."),
+        (["train", "--output_dir", ""], "output_dir = '' is no folder."),
+        (["train", "--dataset.root", ""], "dataset.root"),
+        (["train", "--publish.repo_id", ""], "publish.repo_id = '' is no name on the Hub"),
+        (["train", "--publish.revision", ""], "publish.revision = '' is no name of a branch."),
+        (["train", "--publish.base_model", ""], "publish.base_model = '' is no name on the Hub"),
+    ],
+)
+def test_an_empty_word_is_no_path_and_no_name(words, message, capsys):
+    """It mostly comes of a variable that is not set; the current folder is never meant."""
+    assert run(words) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[1].startswith(message) or message in said[1]
+
+
 def test_lists_and_none():
     assert config("--accelerator.fsdp.wrap_modules", "A", "B").accelerator.fsdp.wrap_modules == (
         "A",

@@ -10,6 +10,7 @@ from parallel_config import Problem
 from parallel_config.errors import nearest, report
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
+_BRANCH = re.compile(r"[^\x00-\x20\x7f~^:?*\[\\./-][^\x00-\x20\x7f~^:?*\[\\]{0,249}")
 MAX_NAME = 96
 CHECKPOINTS_BRANCH = "checkpoints"
 _LICENSES = """
@@ -80,6 +81,12 @@ class PublishConfig:
                 f"'_' and '.', up to {MAX_NAME} characters.",
                 "Use --publish.repo_id user/name.",
             )
+        if self.revision is not None and not is_branch(self.revision):
+            yield Problem(
+                "publish.revision",
+                f"= {self.revision!r} is no name of a branch.",
+                "Use --publish.revision main, or leave it out.",
+            )
         if self.base_model is not None and not is_repo_id(self.base_model):
             yield Problem(
                 "publish.base_model",
@@ -114,4 +121,13 @@ def is_repo_id(text: str, *, namespace: bool = False) -> bool:
         and len(text) <= MAX_NAME
         and not text.endswith(".git")
         and all(_NAME.fullmatch(part) and "--" not in part and ".." not in part for part in parts)
+    )
+
+
+def is_branch(text: str) -> bool:
+    """Whether `text` can name a branch, by git's rules."""
+    return (
+        _BRANCH.fullmatch(text) is not None
+        and not text.endswith((".", "/", ".lock"))
+        and not any(part in text for part in ("..", "//", "/.", "@{"))
     )

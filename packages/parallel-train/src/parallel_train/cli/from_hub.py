@@ -63,13 +63,17 @@ def fetched(argv: Sequence[str]) -> list[str]:
 def _fetch(source: str, output_dir: str | None) -> Path:
     from parallel_ckpt.layout import RunFolder
     from parallel_publish import Target, fetch_checkpoint, newest_on_hub
-    from parallel_publish.config import CHECKPOINTS_BRANCH, is_repo_id
+    from parallel_publish.config import CHECKPOINTS_BRANCH, is_branch, is_repo_id
     from parallel_publish.hub import at_one_state, without_bars
 
-    repo_id, _, branch = source.partition("@")
-    if not is_repo_id(repo_id, namespace=True):
+    repo_id, at, branch = source.partition("@")
+    if not is_repo_id(repo_id, namespace=True) or (at and not is_branch(branch)):
         raise ConfigError(
-            Problem("from_hub", f"= {source!r} is no name on the Hub.", "Use --from_hub user/run.")
+            Problem(
+                "from_hub",
+                f"= {source!r} is no name on the Hub.",
+                "Use --from_hub user/run, or user/run@branch.",
+            )
         )
     if not sys.stderr.isatty():
         without_bars()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
@@ -81,6 +81,7 @@ def parse(argv: Sequence[str]) -> Parsed:
             config=(AvoidSubcommands, EnumChoicesFromValues),
             registry=mappings(),
         )
+    problems.extend(_empty_words(command))
     if problems:
         raise ConfigError(problems)
     return Parsed(
@@ -112,6 +113,7 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
         file = argv_flags.value_of(words, "config")
         if file is None:
             return _with_policy(cls(), words), ()
+        _refuse_empty("config", file)
         loaded = read_config(Path(file).expanduser(), trusted=True)
         return _with_policy(cls(run=loaded.config), words), loaded.notes
     if name == "resume":
@@ -126,9 +128,33 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
             )
         if path is None:
             return None, ()
+        _refuse_empty("path", path)
         loaded = checkpoint_config(path, words)
         return _with_policy(ResumeCommand(path=path, run=loaded.config), words), loaded.notes
     return None, ()
+
+
+def _empty_words(command: Any) -> Iterator[Problem]:
+    """Problems of a command's own words; those of the run's config are found by the config.
+
+    An empty word mostly comes of a variable that is not set, and as a path it would mean the
+    current folder.
+    """
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        if isinstance(value, str) and not value.strip():
+            has_default = field.default is not dataclasses.MISSING
+            yield _empty(field.name.replace("policy_type", "policy.type"), value, has_default)
+
+
+def _refuse_empty(name: str, value: str) -> None:
+    if not value.strip():
+        raise ConfigError(_empty(name, value))
+
+
+def _empty(name: str, value: str, has_default: bool = True) -> Problem:
+    way = f"Give --{name} a value{', or leave it out' if has_default else ''}."
+    return Problem(name, f"= {value!r} is empty.", "Name a folder." if name == "path" else way)
 
 
 def checkpoint_config(path: str, words: Sequence[str]) -> Loaded[TrainConfig]:
