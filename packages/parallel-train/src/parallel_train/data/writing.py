@@ -1,10 +1,10 @@
-"""Writing a LeRobotDataset v3.0 folder of vectors: for recorders and tests."""
+"""Writing a LeRobotDataset v3.0 folder of vectors and videos: for recorders and tests."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from parallel_train.data.encoding import (
+    CODEC,
+    KEY_FRAME_EVERY,
+    Pictures,
+    picture_stats,
+    write_video,
+)
 from parallel_train.data.metadata import VERSION
 
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 
 
@@ -25,12 +33,32 @@ class Episode:
     state: npt.NDArray[np.float32]
     action: npt.NDArray[np.float32]
     task: str
+    images: Mapping[str, Pictures] = field(default_factory=dict)
+    """By camera (observation.images.top): uint8 RGB of shape [frames, height, width, 3]."""
 
 
 def write_dataset(
-    root: Path, episodes: Sequence[Episode], *, fps: int, robot_type: str = "unknown"
+    root: Path,
+    episodes: Sequence[Episode],
+    *,
+    fps: int,
+    robot_type: str = "unknown",
+    codec: str = CODEC,
+    key_frame_every: int = KEY_FRAME_EVERY,
 ) -> None:
-    """Write the folder. The same episodes give the same bytes with the same pyarrow."""
+    """Write the folder. The same episodes give the same bytes with the same pyarrow.
+
+    Pictures need PyAV (extra: vision). `codec` is one of its encoders; fewer key frames make
+    smaller files, of which single frames take longer to read.
+
+    Raises:
+        ConfigError: there are pictures, and PyAV is not installed.
+        ValueError: episodes have other cameras than the first, or pictures of odd sizes.
+    """
+    cameras = list(episodes[0].images)
+    for number, episode in enumerate(episodes):
+        if list(episode.images) != cameras:
+            raise ValueError(f"episode {number} has cameras {list(episode.images)}, not {cameras}")
     tasks = list(dict.fromkeys(episode.task for episode in episodes))
     frames = [_frames(i, e, tasks.index(e.task), fps) for i, e in enumerate(episodes)]
     ends = np.cumsum([len(e.action) for e in episodes]).tolist()
@@ -45,8 +73,14 @@ def write_dataset(
         pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": tasks}),
         root / "meta/tasks.parquet",
     )
-    _write_episodes(root, episodes, starts, ends)
-    _write_json(root / "meta/stats.json", {n: _stats(c) for n, c in columns.items()})
+    stats = {name: _stats(column) for name, column in columns.items()}
+    for camera in cameras:
+        parts = [episode.images[camera] for episode in episodes]
+        path = VIDEO_PATH.format(video_key=camera, chunk_index=0, file_index=0)
+        write_video(root / path, parts, fps=fps, codec=codec, key_frame_every=key_frame_every)
+        stats[camera] = picture_stats(parts)
+    _write_episodes(root, episodes, starts, ends, fps)
+    _write_json(root / "meta/stats.json", stats)
     _write_json(root / "meta/info.json", _info(columns, episodes, tasks, fps, robot_type))
 
 
@@ -80,10 +114,10 @@ def _write_frames(
 
 
 def _write_episodes(
-    root: Path, episodes: Sequence[Episode], starts: list[int], ends: list[int]
+    root: Path, episodes: Sequence[Episode], starts: list[int], ends: list[int], fps: int
 ) -> None:
     zeros = [0] * len(episodes)
-    table = {
+    table: dict[str, Any] = {
         "episode_index": list(range(len(episodes))),
         "tasks": [[e.task] for e in episodes],
         "length": [len(e.action) for e in episodes],
@@ -94,10 +128,17 @@ def _write_episodes(
         "meta/episodes/chunk_index": zeros,
         "meta/episodes/file_index": zeros,
     }
+    for camera in episodes[0].images:
+        table |= {
+            f"videos/{camera}/chunk_index": zeros,
+            f"videos/{camera}/file_index": zeros,
+            f"videos/{camera}/from_timestamp": [start / fps for start in starts],
+            f"videos/{camera}/to_timestamp": [end / fps for end in ends],
+        }
     pq.write_table(pa.table(table), root / "meta/episodes/chunk-000/file-000.parquet")
 
 
-def _stats(column: npt.NDArray[Any]) -> dict[str, list[float]]:
+def _stats(column: npt.NDArray[Any]) -> dict[str, Any]:
     values = column.reshape(len(column), -1).astype(np.float64)
     quantiles = {f"q{q:02d}": np.quantile(values, q / 100, axis=0) for q in (1, 10, 50, 90, 99)}
     found = {
@@ -118,7 +159,7 @@ def _info(
     fps: int,
     robot_type: str,
 ) -> dict[str, Any]:
-    features = {
+    features: dict[str, dict[str, Any]] = {
         name: {
             "dtype": str(column.dtype),
             "shape": list(column.shape[1:]) or [1],
@@ -126,6 +167,9 @@ def _info(
         }
         for name, column in columns.items()
     }
+    for camera, pictures in episodes[0].images.items():
+        names = ["height", "width", "channels"]
+        features[camera] = {"dtype": "video", "shape": list(pictures.shape[1:]), "names": names}
     return {
         "codebase_version": VERSION,
         "robot_type": robot_type,
@@ -138,7 +182,7 @@ def _info(
         "fps": fps,
         "splits": {"train": f"0:{len(episodes)}"},
         "data_path": DATA_PATH,
-        "video_path": None,
+        "video_path": VIDEO_PATH if episodes[0].images else None,
         "features": features,
     }
 
