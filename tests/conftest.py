@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from parallel_testing.leaks import no_leaks  # noqa: F401
+
 SMALL = [
     "--policy.dim_model",
     "32",
