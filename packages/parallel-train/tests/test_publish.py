@@ -252,7 +252,7 @@ def test_a_failure_is_one_message_and_the_command_that_it_names_works(hub, runs,
     faults, message = FAILURES[kind]
     hub.faults += [Fault(**vars(fault)) for fault in faults]  # faults count down
     final = kind in {"401", "403", "404", "409", "card"}
-    limit = "60" if final else "3" if kind == "slow" else "4.5"  # before a third attempt
+    limit = "60" if final else "3" if kind == "slow" else "4"  # before a third attempt
     words = ["--repo_id", "user/model", "--timeout_s", limit, "--revision", "v9", "--private"]
     assert run(["publish", str(runs / "act"), *words]) == 3
     said = capsys.readouterr()
