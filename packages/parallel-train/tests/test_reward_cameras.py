@@ -1,8 +1,11 @@
-"""The success classifier with cameras: trained on ranks, converted, loaded."""
+"""The success classifier with cameras: trained on ranks, converted, published, loaded."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from torch import Tensor
 
 from parallel_ckpt.convert import convert
 from parallel_config import ConfigError
+from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_testing.ranks import run_ranks
+from parallel_train.cli.app import run
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.policies.loading import load_policy
@@ -107,6 +112,63 @@ def test_train_sharded_convert_load(tmp_path: Path) -> None:
     assert torch.equal(success, loaded.predict_success(batch))
     blind = {**batch, TOP: torch.zeros_like(batch[TOP])}
     assert not torch.equal(success, converted.predict_success(blind))
+
+
+def child(*words: Any) -> str:
+    """A Python program in a process of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.filterwarnings(CLIENT_WARNING)
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_published_and_loaded_it_answers_the_same(tmp_path: Path, hub: Any, dtype: str) -> None:
+    """With the train command's own sharded run, and from its name on the Hub alone."""
+    child(
+        *["-m", "parallel_train", "train", "--policy.type", "reward", "--policy.cameras", TOP],
+        *["--policy.dim_model", "16", "--dataset.root", VIDEO, "--steps", "2", "--batch_size", "2"],
+        *["--nproc_per_node", "2", "--parallelism.dp_shard", "2", "--checkpoint_format", "dcp"],
+        *["--output_dir", tmp_path / "run"],
+    )
+    words = ["publish", str(tmp_path / "run"), "--repo_id", "user/reward", "--dtype", dtype]
+    assert run(words) == 0
+    batch = LeRobotDataset(VIDEO, cameras=[TOP]).__getitems__([0, 30, 74])
+    trained, published = load_policy(tmp_path / "run"), load_policy("user/reward")
+    expected, success = trained.predict_success(batch), published.predict_success(batch)
+    assert success.shape == (3,)
+    assert len(set(success.tolist())) == 3
+    if dtype == "keep":
+        assert torch.equal(success, expected)
+    else:
+        torch.testing.assert_close(success, expected, atol=2e-2, rtol=0)
+    for meta in (False, True):
+        alone = RewardModel.from_pretrained("user/reward", meta=meta)
+        assert torch.equal(alone.predict_success(published.preprocessor(batch)), success)
+    card = hub.files("user/reward")["README.md"].decode()
+    code = card.split("```python\n")[1].split("```")[0]
+    assert child("-c", f"{code}\nprint(success.shape[0])").strip().endswith("1")
+
+
+def test_norms_of_pretrained_weights_are_saved_and_nothing_is_fetched(tmp_path: Path) -> None:
+    reward = model(vision_weights="IMAGENET1K_V1").eval()
+    for name, buffer in reward.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            buffer.uniform_(0.5, 1.5)
+    reward.save_pretrained(tmp_path)
+    images = torch.rand(2, 3, 64, 64)
+    images[1, :, 16:40, 16:40] = 20.0
+    expected = logits(reward, images)
+    assert (expected[0] - expected[1]).abs() > 1e-4
+    for meta in (False, True):
+        again = RewardModel.from_pretrained(tmp_path, meta=meta)
+        assert torch.equal(logits(again, images), expected)
 
 
 def test_what_does_not_fit_is_refused() -> None:
