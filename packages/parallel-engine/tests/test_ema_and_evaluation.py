@@ -196,6 +196,23 @@ def test_the_loss_on_held_out_rows_counts_each_row_once(layout):
         assert twice == pytest.approx(2 * expected, rel=1e-5)
 
 
+def noisy_loss(degrees):
+    torch.manual_seed(0)
+    engine, model, _ = start(Noisy(), degrees)
+    x, y = data(torch.float32)
+    batches = [(x[i : i + 2], y[i : i + 2]) for i in range(0, 8, 2)]
+    mine = batches[engine.rank :: engine.topology.world_size]
+    return evaluate_loss(engine, model, mine, squared, seed=5).loss
+
+
+def test_noise_of_an_evaluation_does_not_depend_on_the_number_of_ranks():
+    (alone,) = run_ranks(noisy_loss, 1, {})
+    for layout in ("ddp", "fsdp", "hsdp"):
+        world, degrees = LAYOUTS[layout]
+        for loss in run_ranks(noisy_loss, world, degrees):
+            assert loss == pytest.approx(alone, rel=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
 def test_an_evaluation_leaves_no_trace_and_repeats_itself(layout):
     world, degrees = LAYOUTS[layout]

@@ -90,6 +90,73 @@ def train_and_sample(replicate: int, shard: int, folder: str) -> dict[str, Any]:
     }
 
 
+def held_out_loss(replicate: int, shard: int, batch_size: int, seed: int) -> dict[str, float]:
+    """Of weights that the seed does not change, twice; and that of the training mode's noise."""
+    import dataclasses
+
+    import torch
+    from torch import nn
+
+    from parallel_engine import Engine, evaluate_loss
+    from parallel_train.data.split import EvalConfig
+    from parallel_train.task import build_task
+
+    config = dataclasses.replace(
+        config_of(replicate, shard, "unused"),
+        batch_size=batch_size,
+        eval=EvalConfig(episodes=(1,), max_samples=13),
+    )
+    engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator, device="cpu")
+    task = build_task(config, engine.topology, engine.rank, samples_seen=0, device=engine.device)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in task.model.parameters():  # some begin at 0, and would hide the flow time
+        nn.init.normal_(parameter, std=0.1, generator=generator)
+    optimizer = task.build_optimizer(task.model)
+    model = engine.prepare(task.model, optimizer, None, None)[0]
+    held_out = task.held_out
+    assert held_out is not None
+    found = []
+    for count in range(2):
+        torch.manual_seed(seed + count)
+        report = evaluate_loss(
+            *(engine, model, held_out.loader, task.loss_fn),
+            num_counted=held_out.num_counted,
+            seed=seed + count,
+        )
+        found.append({"loss": report.loss, **report.metrics})
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_the_held_out_loss_is_the_same_on_any_number_of_ranks_and_repeats() -> None:
+    """Whatever the size of the batches and the seed; the noise is the sample's."""
+    (alone,) = run_ranks(held_out_loss, 1, 1, 1, 4, 0, timeout_s=120)
+    assert alone.keys() == {"loss", "action_loss", "world_loss", "pictures_loss"}
+    for world, replicate, shard, batch_size, seed in ((2, 2, 1, 2, 3), (2, 1, 2, 4, 5)):
+        found = run_ranks(held_out_loss, world, replicate, shard, batch_size, seed, timeout_s=120)
+        for rank in found:
+            assert rank == pytest.approx(alone, rel=1e-6)
+
+
+def test_noise_of_samples_is_noise() -> None:
+    import torch
+
+    from parallel_train.policies.noise import noise_of_samples, times_of_samples
+
+    index = torch.arange(200)
+    noise = noise_of_samples(index, {"a": torch.zeros(200, 30, 2), "b": torch.zeros(200, 5)})
+    assert noise["a"].mean().abs() < 0.05
+    assert noise["a"].std() == pytest.approx(1, abs=0.03)
+    assert not torch.equal(noise["a"][3], noise["a"][4])
+    alone = noise_of_samples(index[[7]], {"a": torch.zeros(1, 30, 2), "b": torch.zeros(1, 5)})
+    assert torch.equal(alone["b"][0], noise["b"][7])
+    times, order = times_of_samples(index).sort()
+    assert times[0] >= 0
+    assert times[-1] < 1
+    assert times.diff().max() < 3 / 200  # no part of the flow is left out
+    assert order[:5].tolist() != [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(("kind", "replicate", "shard"), [("fsdp", 1, 4), ("hsdp", 2, 2)])
 def test_it_trains_saves_and_acts_sharded(
     kind: str, replicate: int, shard: int, tmp_path: Path

@@ -1,6 +1,7 @@
 """The loss on data that is not trained on: exact on any number of ranks, and without a trace.
 
-A loss that draws noise of its own differs between numbers of ranks by that noise.
+A loss that draws noise of its own draws it by the number of the batch among those of all ranks: the
+same on any number of ranks, as long as the batches hold the same samples.
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ def evaluate_loss(
     A sharded model runs its forward on every rank at once. A rank whose data ends early repeats
     some of it: batches after its first `num_counted` run, and count nothing.
 
-    Torch's random streams start from `seed` within, so that two evaluations draw the same noise,
-    and go on afterwards as if nothing had happened; so do the modes of the modules.
+    Torch's random streams start from `seed` and from the batch's number for every batch, that of
+    batch `i` on rank `r` of `n` being `i n + r`, so that two evaluations draw the same noise. They
+    go on afterwards as if nothing had happened; so do the modes of the modules.
 
     Raises:
         ValueError: no batch counts on any rank.
     """
     loss_sum, weight_sum = 0.0, 0.0
     sums: dict[str, tuple[float, float]] = {}
-    with _mode_kept(model), _streams_of_their_own(engine.device, seed + engine.rank):
+    with _mode_kept(model), _streams_of_their_own(engine.device):
         for index, batch in enumerate(batches):
+            number = index * engine.topology.world_size + engine.rank
+            torch.manual_seed(((seed << 32) + number) % 2**64)
             with torch.no_grad(), engine.micro_batch(model, 0, 1):
                 loss, metrics = evaluate(loss_fn, model, batch)
             weight = float(loss.weight)
@@ -83,8 +87,7 @@ def _mode_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _streams_of_their_own(device: torch.device, seed: int) -> Iterator[None]:
+def _streams_of_their_own(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
         yield

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.policies.chunks import ChunkQueue
+from parallel_train.policies.noise import noise_of_samples, times_of_samples
 from parallel_train.policies.pretrained import PretrainedPolicy
 from parallel_train.policies.vision import require_cameras
 from parallel_train.policies.wam.configuration import WAMConfig
@@ -110,15 +111,26 @@ class WAMPolicy(PretrainedPolicy):
 
         Every action entry carries the world error of its sample, so that the loss of a large
         batch is the mean of its parts' losses weighted by `loss_weight`.
+
+        Flow time and noise are drawn anew in training. In evaluation mode they belong to the sample
+        (`index` [B] of the dataset, where the batch has it), so that losses can be compared.
         """
         data = {ACTION: batch[ACTION], **self._future(batch)}
-        time_B = torch.rand(len(batch[ACTION]), device=batch[ACTION].device)
-        noise = {name: torch.randn_like(data[name]) for name in self.noisy}
+        time_B, noise = self._drawn(batch, {name: data[name] for name in self.noisy})
         t = time_B[:, None, None].to(batch[ACTION].dtype)
         along = {name: torch.lerp(noise[name], data[name], t) for name in self.noisy}
         velocities = self._velocities(self._context(batch), along, time_B)
         errors = {n: (v - (data[n] - noise[n])).square() for n, v in velocities.items()}
         return self._loss(batch, errors)
+
+    def _drawn(
+        self, batch: Batch, like: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Flow time [B] and the noise at its beginning, shaped like each of `like`."""
+        if self.training or "index" not in batch:
+            time_B = torch.rand(len(batch[ACTION]), device=batch[ACTION].device)
+            return time_B, {name: torch.randn_like(value) for name, value in like.items()}
+        return times_of_samples(batch["index"]), noise_of_samples(batch["index"], like)
 
     @staticmethod
     def loss_weight(batch: Batch) -> Tensor:
