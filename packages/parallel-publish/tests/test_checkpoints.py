@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from dataclasses import replace
 
@@ -171,6 +172,25 @@ def test_pushing_blocks_nobody_and_survives_retention(hub, target, run):
     assert newest_on_hub(target)[0] == 1_000_000
     assert "checkpoints/999999/manifest.json" in hub.files("user/model")
     assert sorted(p.name for p in (run[0] / "checkpoints").iterdir()) == ["1000000", "last"]
+
+
+def test_who_asks_to_leave_waits_a_little_for_a_push(hub, target, run):
+    hub.create("user/model")
+    answer = threading.Event()
+    hub.faults.append(Fault("/preupload/", until=answer))
+    pusher = CheckpointPusher(target, on_note=lambda line: None)
+    pusher.push(run[0] / "checkpoints" / "1000000")
+    began = time.monotonic()
+    try:
+        results = pusher.close(60, stop=lambda: time.monotonic() - began > 0.5, stop_wait_s=0.5)
+        assert 0.9 < time.monotonic() - began < 5
+    finally:
+        answer.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("hub-"):
+                thread.join(30)
+    assert results[0].error == "was still being pushed after 1 s"
+    assert results[0].retry
 
 
 def test_failed_pushes_are_told_and_stop_nothing(hub, target, run):

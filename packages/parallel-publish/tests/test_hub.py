@@ -1,5 +1,6 @@
 """Conversations with the Hub: checked first, one commit, tried again only where that helps."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -142,6 +143,86 @@ def test_a_server_that_does_not_answer_holds_nobody_for_long(hub, target, files)
     with pytest.raises(PublishError, match="no answer within 1 s"):
         _send(replace(target, retry=RetryPolicy(timeout_s=1.0)), files)
     assert time.monotonic() - began < 2
+
+
+def test_what_was_given_up_is_not_committed_later(hub, target, files):
+    hub.create("user/model")
+    hub.faults.append(replace(LFS, delay_s=2.0))
+    with pytest.raises(PublishError, match="no answer within 1 s"):
+        _send(replace(target, retry=RetryPolicy(timeout_s=1.0)), files)
+    _wait_for_requests()
+    assert hub.commits("user/model") == []
+
+
+LFS = Fault(r"^/lfs/[0-9a-f]+$", "PUT")
+
+
+def _stopped_at(hub, target, files, fault, pattern):
+    """Ask to leave once a request is under way; what came of it, and how long that took."""
+    hub.create("user/model")
+    answer = threading.Event()
+    hub.faults.append(replace(fault, until=answer) if fault.status == 500 else fault)
+    since = []
+
+    def stop():
+        if not since and hub.requests_to(pattern):
+            since.append(time.monotonic())
+        return bool(since)
+
+    try:
+        with pytest.raises(PublishError) as caught:
+            _send(target, files, stop=stop)
+        seconds = time.monotonic() - since[0]
+    finally:
+        answer.set()
+        _wait_for_requests()
+    return str(caught.value), seconds, hub.commits("user/model")
+
+
+def _wait_for_requests():
+    """Those that were left to themselves; the answer that they get late must change nothing."""
+    for thread in threading.enumerate():
+        if thread.name == "hub-request":
+            thread.join(30)
+
+
+def test_a_stop_does_not_wait_for_a_file_that_is_being_sent(hub, target, files):
+    said, seconds, commits = _stopped_at(hub, target, files, LFS, r"^/lfs/[0-9a-f]+$")
+    assert said == "user/model@main is not written: stopped on request."
+    assert seconds < 2
+    assert commits == []
+
+
+def test_a_stop_does_not_wait_for_the_next_try(hub, target, files):
+    target = replace(target, retry=RetryPolicy(base_s=60))
+    fault = Fault(COMMIT, status=503, times=9)
+    said, seconds, commits = _stopped_at(hub, target, files, fault, COMMIT)
+    assert said == "user/model@main is not written: stopped on request."
+    assert seconds < 2
+    assert commits == []
+
+
+def test_a_stop_waits_for_the_answer_to_a_commit(hub, target, files):
+    hub.create("user/model")
+    hub.faults.append(Fault(COMMIT, delay_s=1.0))
+    url, _ = _send(target, files, stop=lambda: bool(hub.requests_to("/commit/")))
+    assert hub.repos["user/model"].refs["main"] in url
+
+
+def test_but_not_for_ever(hub, target, files, monkeypatch):
+    monkeypatch.setattr("parallel_publish.hub.COMMIT_WAIT_S", 0.3)
+    said, seconds, _ = _stopped_at(hub, target, files, Fault(COMMIT), COMMIT)
+    assert "may be written: stopped on request, while the commit waited for its answer" in said
+    assert 0.2 < seconds < 3
+
+
+def test_who_asked_to_leave_before_begins_nothing(hub, target, files):
+    hub.create("user/model")
+    with pytest.raises(PublishError, match="is not written: stopped on request"):
+        _send(target, files, stop=lambda: True)
+    with pytest.raises(PublishError, match="is not prepared: stopped on request"):
+        preflight(target, stop=lambda: True)
+    assert hub.requests == []
 
 
 def test_nobody_listens(hub, monkeypatch, files):

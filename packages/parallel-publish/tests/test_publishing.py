@@ -256,6 +256,20 @@ def test_a_bundle_that_is_being_sent_is_left_alone(hub, checkpoint):
     assert len(hub.commits("user/model")) == 1
 
 
+def test_a_stop_leaves_a_bundle_or_the_command_that_makes_one(hub, checkpoint):
+    path, _ = checkpoint
+    done = publish_checkpoint(path, CONFIG, stop=lambda: bool(_bundles(path)))
+    assert "stopped on request" in done.render()
+    assert hub.commits("user/model") == []
+    if (path / "pretrained_model" / "model.safetensors").exists():
+        assert done.retry == f"ptrain publish {done.bundle} --repo_id user/model"
+        assert publish_checkpoint(done.bundle, CONFIG).ok
+    else:  # it was being converted
+        assert done.bundle is None
+        assert done.retry.startswith(f"ptrain publish {path} --repo_id user/model --license mit")
+        assert _bundles(path) == []
+
+
 def test_a_run_that_may_not_be_written_says_so(hub, checkpoint, tmp_path):
     path, _ = checkpoint
     (tmp_path / "file").write_text("")

@@ -423,7 +423,7 @@ def test_ranks_that_do_not_leave_within_the_grace_are_killed_and_named(train):
     process.wait_for_step(2)
     os.kill(process.ranks[1], signal.SIGSTOP)
     process.popen.send_signal(signal.SIGUSR1)
-    assert process.end(20) == 1, process.text
+    assert process.end(20) == 128 + signal.SIGUSR1, process.text
     assert "ranks [0, 1] did not leave within --grace_s 1 after SIGUSR1" in process.text
 
 

@@ -310,6 +310,77 @@ def test_a_stop_does_not_wait_long_for_a_push(hub, ptrain):
     assert run(["verify", str(ptrain.folder / "run")]) == 0
 
 
+SENDING = r"^/lfs/[0-9a-f]+$"
+
+
+def _stopped(process, hub, number, fault):
+    """Ask it to leave once a request is under way; what it said, and the seconds until it left."""
+    answer = threading.Event()
+    method = "PUT" if fault == SENDING else ""
+    hub.faults.append(Fault(fault, method, until=answer, times=99))
+    try:
+        wait_for(lambda: hub.requests_to(fault, method), process)
+        began = time.monotonic()
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[0]
+        return said, time.monotonic() - began
+    finally:
+        answer.set()
+        process.kill()
+
+
+@pytest.mark.parametrize("ranks", [[], SHARDED], ids=["one", "launched"])
+def test_a_stop_ends_the_upload_and_the_command_that_is_printed_goes_on(hub, ptrain, ranks):
+    """Trained to the end, so 3: starting the run again would bring nothing."""
+    flags = [*TRAIN, *ranks, *PUBLISH, "--steps", 2, "--output_dir", "run"]
+    process = ptrain.start(*flags)
+    said, seconds = _stopped(process, hub, signal.SIGTERM, SENDING)
+    assert "finished: step 2 of 2" in said
+    assert process.returncode == 3, said
+    assert "not published: user/run@main is not written: stopped on request." in said
+    assert seconds < 15
+    assert hub.commits("user/run") == []
+    hub.faults.clear()
+    command = shlex.split(next(x for x in said.splitlines() if x.startswith("  retry:")))[1:]
+    assert command[:2] == ["ptrain", "publish"]
+    assert run(command[1:]) == 0
+    before = load_policy(ptrain.folder / "run").model.state_dict()
+    after = load_policy("user/run").model.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("what", [[], ["--resumable"]], ids=["model", "checkpoint"])
+def test_a_stop_of_ptrain_publish(hub, ptrain, number, what):
+    ptrain(*TRAIN, "--steps", 2, "--output_dir", "run")
+    process = ptrain.start("publish", "run", "--repo_id", "user/run", *what)
+    said, seconds = _stopped(process, hub, number, SENDING)
+    assert process.returncode == 3, said
+    assert "is not written: stopped on request." in said
+    assert "Traceback" not in said
+    assert seconds < 10
+    assert hub.commits("user/run") == []
+    hub.faults.clear()
+    command = shlex.split(next(x for x in said.splitlines() if x.startswith("  retry:")))[1:]
+    assert run(command[1:]) == 0
+    assert len(hub.commits("user/run")) == 1
+
+
+def test_ctrl_c_during_a_fetch_leaves_nothing_half_done(hub, ptrain, pushed):
+    process = ptrain.start("resume", "--from_hub", "user/run", "--output_dir", "mine")
+    said, seconds = _stopped(process, hub, signal.SIGINT, "/resolve/.*safetensors$")
+    assert process.returncode == 130, said
+    assert said.endswith("ptrain: stopped\n")
+    assert "Traceback" not in said
+    assert seconds < 10
+    # A file that arrives meanwhile keeps its hidden folder, which the next start clears.
+    left = [p.name for p in (ptrain.folder / "mine/checkpoints").iterdir()]
+    assert all(name.startswith(".000002.tmp-") for name in left)
+    hub.faults.clear()
+    ptrain("resume", "--from_hub", "user/run", "--output_dir", "mine", "--steps", 3)
+    assert steps_of(ptrain.folder / "mine") == ["000002", "000003", "last"]
+
+
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory):
     """A run of two steps that says it publishes into a repository of somebody else."""

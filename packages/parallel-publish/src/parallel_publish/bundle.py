@@ -21,6 +21,7 @@ from parallel_config import Problem
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, loss_curve_svg, render_card
 from parallel_publish.errors import PublishError
 from parallel_publish.processors import Processor
+from parallel_publish.retry import Stop, Stopped, never
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
@@ -88,6 +89,7 @@ def bundle_checkpoint(
     *,
     dtype: Dtype = "keep",
     max_shard_size: str = "5GB",
+    stop: Stop = never,
 ) -> StepFolder:
     """Fill `folder` from a committed checkpoint, without ranks; returns the checkpoint.
 
@@ -95,7 +97,13 @@ def bundle_checkpoint(
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
+        Stopped: `stop` was true.
     """
+
+    def progress(done: int, total: int) -> None:
+        if stop():
+            raise Stopped
+
     step = StepFolder(resolve_checkpoint(path))
     source = step.pretrained_model
     names = [entry.name for entry in source.iterdir() if entry.is_file()]
@@ -109,7 +117,7 @@ def bundle_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / ".converted"  # convert replaces a folder, and this one may be locked
-    convert(step.path, output=fresh, dtype=dtype, max_shard_size=max_shard_size)
+    convert(step.path, output=fresh, dtype=dtype, max_shard_size=max_shard_size, progress=progress)
     for entry in fresh.iterdir():
         entry.replace(folder / entry.name)
     fresh.rmdir()

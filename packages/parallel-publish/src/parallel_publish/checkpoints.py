@@ -42,6 +42,7 @@ from parallel_publish.hub import (
     note,
     publish_files,
 )
+from parallel_publish.retry import POLL_S, Stop, never
 from parallel_publish.sharing import shareable, shareable_bytes
 
 _MANIFESTS = re.compile(rf"{CHECKPOINTS}/(\d{{6,}})/{re.escape(MANIFEST)}")
@@ -59,18 +60,22 @@ class Push:
 
 
 def push_checkpoint_to_hub(
-    path: str | Path, target: Target, *, on_note: Callable[[str], None] = note
+    path: str | Path,
+    target: Target,
+    *,
+    on_note: Callable[[str], None] = note,
+    stop: Stop = never,
 ) -> str:
     """Push one committed checkpoint, whole, in one commit; returns the commit's address.
 
-    No collective: one process calls it.
+    No collective: one process calls it. Once `stop` is true it ends as soon as that harms nothing.
 
     Raises:
         CheckpointNotFound: there is no checkpoint at `path`.
         PublishError: it was not pushed.
     """
     folder = StepFolder(resolve_checkpoint(path))
-    return _push(folder, target, on_note)
+    return _push(folder, target, on_note, stop)
 
 
 @dataclass(frozen=True)
@@ -124,19 +129,24 @@ class CheckpointPusher:
             self._thread = threading.Thread(target=self._work, name="hub-push", daemon=True)
             self._thread.start()
 
-    def close(self, timeout_s: float = 600.0) -> tuple[Push, ...]:
-        """Wait for what is under way, at most `timeout_s`; how every push ended."""
+    def close(
+        self, timeout_s: float = 600.0, *, stop: Stop = never, stop_wait_s: float = 10.0
+    ) -> tuple[Push, ...]:
+        """Wait for what is under way, at most `timeout_s`; how every push ended.
+
+        Once `stop` is true, at most `stop_wait_s` from then on.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             return tuple(self._results)
         with self._changed:
             self._closed = True
             self._changed.notify()
-        thread.join(timeout_s)
+        waited_s = _join(thread, timeout_s, stop, stop_wait_s)
         with self._changed:
             current, waiting = self._current, tuple(self._waiting)
             self._waiting.clear()  # nothing more is begun
-        reason = f"was still being pushed after {timeout_s:.0f} s"
+        reason = f"was still being pushed after {waited_s:.0f} s"
         for job in waiting:
             self._leave_out(job, reason)
         if current is not None:  # it may still succeed, and reads its pinned files
@@ -240,7 +250,9 @@ def fetch_on_main(target: Target, run_dir: str | Path, *, step: int | None = Non
     return Path(all_ranks().on_main(lambda: str(fetch_checkpoint(target, run_dir, step=step))))
 
 
-def _push(folder: StepFolder, target: Target, on_note: Callable[[str], None]) -> str:
+def _push(
+    folder: StepFolder, target: Target, on_note: Callable[[str], None], stop: Stop = never
+) -> str:
     manifest = read_manifest(folder)
     prefix = f"{CHECKPOINTS}/{step_name(manifest.step)}/"
     problems = list(file_problems(folder, manifest.files, "fast"))
@@ -252,6 +264,7 @@ def _push(folder: StepFolder, target: Target, on_note: Callable[[str], None]) ->
         message=f"Checkpoint of step {manifest.step}",
         replaces=lambda path: path.startswith(prefix),
         on_note=on_note,
+        stop=stop,
     )
 
 
@@ -267,6 +280,19 @@ def _shared(folder: StepFolder, manifest: Manifest) -> Mapping[str, Path | bytes
         records.append(record)
     text = replace(manifest, files=tuple(records)).to_json()
     return files | {MANIFEST: shareable(text).encode()}
+
+
+def _join(thread: threading.Thread, timeout_s: float, stop: Stop, stop_wait_s: float) -> float:
+    """Wait for a thread; the seconds that it took."""
+    began = time.monotonic()
+    deadline = began + timeout_s
+    is_asked = False
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, POLL_S))
+        if not is_asked and stop():
+            is_asked = True
+            deadline = min(deadline, time.monotonic() + stop_wait_s)
+    return time.monotonic() - began
 
 
 def _pin(folder: StepFolder) -> Path | None:

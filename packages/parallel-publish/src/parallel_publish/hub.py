@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +16,13 @@ from typing import Any, TypeVar
 from parallel_config import Problem
 from parallel_publish.config import PublishConfig
 from parallel_publish.errors import PublishError
-from parallel_publish.retry import RetryPolicy, retried, status_of
+from parallel_publish.retry import RetryPolicy, Stop, Stopped, never, retried, status_of
 
 T = TypeVar("T")
 ENDPOINT = "HF_ENDPOINT"
 PREFLIGHT_TIMEOUT_S = 120.0
+COMMIT_WAIT_S = 10.0
+"""How long somebody who asked to leave waits for the answer to a commit that was sent."""
 
 
 def note(line: str) -> None:
@@ -82,7 +86,7 @@ class RemoteFile:
     size_bytes: int
 
 
-def preflight(target: Target, *, card: str | None = None) -> None:
+def preflight(target: Target, *, card: str | None = None, stop: Stop = never) -> None:
     """Check name, token, right to write, visibility and card before anything is sent or trained.
 
     Makes the repository if it does not exist, because that is the only proof of the right to. It
@@ -113,7 +117,7 @@ def preflight(target: Target, *, card: str | None = None) -> None:
         if card is not None:
             check_card(target, card)
 
-    _ask(target, check, "prepared")
+    _ask(target, check, "prepared", stop=stop)
 
 
 def check_disk(folder: Path, needed_bytes: int) -> None:
@@ -145,16 +149,20 @@ def publish_files(
     message: str,
     replaces: Callable[[str], bool] = lambda path: False,
     on_note: Callable[[str], None] = note,
+    stop: Stop = never,
 ) -> str:
     """Send files or bytes, by path in the repository, in one commit; returns its address.
 
     Files there for which `replaces` is true and that are not sent are removed by the same commit.
-    Tried again as the target's policy says; a commit whose answer was lost is not made twice.
+    Tried again as the target's policy says; a commit whose answer was lost is not made twice. Once
+    `stop` is true it ends: at once while files are sent, which by themselves change nothing, and
+    otherwise with the answer to the commit.
 
     Raises:
         PublishError: it cannot be done, or not now; nothing changed on the Hub.
     """
     _refuse_offline(target)
+    committing, left = threading.Event(), threading.Event()
 
     def commit() -> str:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -163,20 +171,36 @@ def publish_files(
         head = api.repo_info(target.repo_id, revision=target.revision)
         there = [sibling.rfilename for sibling in head.siblings or ()]
         stale = [path for path in there if replaces(path) and path not in files]
-        made = api.create_commit(
-            target.repo_id,
-            [
-                CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
-                for name, content in sorted(files.items())
-            ]
-            + [CommitOperationDelete(path) for path in stale],
-            commit_message=message,
-            revision=target.revision,
-            parent_commit=head.sha,
-        )
+        added = [
+            CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+            for name, content in sorted(files.items())
+        ]
+        api.preupload_lfs_files(target.repo_id, added, revision=target.revision)
+        committing.set()
+        try:
+            if left.is_set() or stop():  # nobody waits for it any more, and was told so
+                raise Stopped
+            made = api.create_commit(
+                target.repo_id,
+                [*added, *(CommitOperationDelete(path) for path in stale)],
+                commit_message=message,
+                revision=target.revision,
+                parent_commit=head.sha,
+            )
+        finally:
+            committing.clear()
         return str(made.commit_url)
 
-    return _ask(target, commit, "written", on_note)
+    try:
+        return _ask(target, commit, "written", on_note, _but_for(committing, stop))
+    except PublishError:
+        left.set()
+        if not (stop() and committing.is_set()):
+            raise
+        raise PublishError.of(
+            f"{target.repo_id}@{target.revision}",
+            "may be written: stopped on request, while the commit waited for its answer.",
+        ) from None
 
 
 def list_files(target: Target) -> list[RemoteFile]:
@@ -317,14 +341,36 @@ def _make_branch(api: Any, target: Target) -> None:
     api.create_branch(target.repo_id, branch=target.revision, exist_ok=True)
 
 
+def _but_for(committing: threading.Event, stop: Stop) -> Stop:
+    """`stop`, but not while a commit waits for its answer, unless that takes long."""
+    since: list[float] = []
+
+    def should_leave() -> bool:
+        if not stop():
+            return False
+        if not since:
+            since.append(time.monotonic())
+        return not committing.is_set() or time.monotonic() - since[0] > COMMIT_WAIT_S
+
+    return should_leave
+
+
 def _ask(
-    target: Target, act: Callable[[], T], what: str, on_note: Callable[[str], None] = note
+    target: Target,
+    act: Callable[[], T],
+    what: str,
+    on_note: Callable[[str], None] = note,
+    stop: Stop = never,
 ) -> T:
     """Run a conversation with the Hub; whatever goes wrong becomes one line."""
     try:
-        return retried(act, target.retry, on_note=on_note, describe=_in_short)
+        return retried(act, target.retry, on_note=on_note, describe=_in_short, stop=stop)
     except PublishError:
         raise
+    except Stopped:
+        raise PublishError.of(
+            f"{target.repo_id}@{target.revision}", f"is not {what}: stopped on request."
+        ) from None
     except Exception as error:
         raise PublishError(_problem(target, what, error)) from error
 

@@ -42,6 +42,7 @@ from parallel_publish.errors import PublishError
 from parallel_publish.hub import Target, check_disk, note, preflight, publish_files
 from parallel_publish.pretrained import CONFIG, PreTrainedModel, save_pretrained
 from parallel_publish.processors import Processor
+from parallel_publish.retry import Stop, Stopped, never
 from parallel_publish.sharing import shareable_bytes
 
 
@@ -90,12 +91,12 @@ class Staged:
         """Command that sends it, should this process not come to it."""
         return _command(self.folder, self.target)
 
-    def send(self, on_note: Callable[[str], None] = note) -> Publication:
+    def send(self, on_note: Callable[[str], None] = note, stop: Stop = never) -> Publication:
         """Send it in one commit. No collective: one process calls it.
 
-        A failure does not raise: see `Publication.error`.
+        A failure does not raise: see `Publication.error`. Nor does an end because of `stop`.
         """
-        return _send(self.folder, self.target, on_note)
+        return _send(self.folder, self.target, on_note, stop)
 
 
 def preflight_publish(
@@ -215,6 +216,7 @@ def publish_checkpoint(
     dry_run: bool = False,
     token: str | None = None,
     on_note: Callable[[str], None] = note,
+    stop: Stop = never,
 ) -> Publication:
     """Publish a committed checkpoint, or a folder with a model. No ranks needed.
 
@@ -223,7 +225,7 @@ def publish_checkpoint(
     repository has kept there, and stays only when the upload fails. A folder is a bundle that an
     earlier try has kept, or what `save_pretrained` or `convert` wrote; it gets a card if it has
     none. With `dry_run` everything is built and checked here, nothing is sent or asked, and nothing
-    stays.
+    stays. Once `stop` is true it ends as soon as that harms nothing.
 
     Raises:
         ConfigError: there is nothing to publish, or it is damaged.
@@ -233,14 +235,14 @@ def publish_checkpoint(
     step = _checkpoint(given)
     if step is None:
         info = (card or CardInfo()).with_config(config)
-        return _publish_folder(given, target, info, config, dry_run=dry_run, on_note=on_note)
+        return _publish_folder(given, target, info, config, dry_run, on_note, stop)
     info = (card or _card_of(step)).with_config(config)
     text = checked_card(info, repo_id=target.repo_id)
     refuse_damage(step, "fast")
     root = Path(staging).expanduser().absolute() if staging else step.path.parent.parent
+    options = [*_card_options(config), *_weight_options(dtype, max_shard_size)]
     if not dry_run:
-        options = [*_card_options(config), *_weight_options(dtype, max_shard_size)]
-        error = _preflight_error(target, text)
+        error = _preflight_error(target, text, stop)
         if error is not None:
             return _failed(step.path, target, error, options)
     check_disk(root, bundle_bytes(step, dtype=dtype))
@@ -248,10 +250,15 @@ def publish_checkpoint(
     with _empty_folder(root, folder) as bundle:
         result = None
         try:
-            bundle_checkpoint(step.path, bundle, dtype=dtype, max_shard_size=max_shard_size)
+            bundle_checkpoint(
+                step.path, bundle, dtype=dtype, max_shard_size=max_shard_size, stop=stop
+            )
             write_card(bundle, info, repo_id=target.repo_id)
-            result = _dry(bundle, target) if dry_run else _send(bundle, target, on_note)
+            result = _dry(bundle, target) if dry_run else _send(bundle, target, on_note, stop)
             return result
+        except Stopped:
+            error = PublishError.of(step.path, "is not published: stopped on request.")
+            return _failed(step.path, target, error, options)
         except OSError as error:
             raise PublishError.of(bundle, f"cannot be written: {error.strerror}.") from None
         finally:
@@ -270,9 +277,9 @@ def _publish_folder(
     target: Target,
     info: CardInfo,
     config: PublishConfig,
-    *,
     dry_run: bool,
     on_note: Callable[[str], None],
+    stop: Stop,
 ) -> Publication:
     """Publish what lies in a folder; a card is written only once the Hub would take it."""
     bundle_files(given)
@@ -283,12 +290,12 @@ def _publish_folder(
         found = _dry(given, target)
         written = {CARD: len(fresh.encode())} if fresh is not None else {}
         return replace(found, files={**found.files, **written})
-    error = _preflight_error(target, text or fresh)
+    error = _preflight_error(target, text or fresh, stop)
     if error is not None:
         return _failed(given, target, error, [] if fresh is None else [*_card_options(config)])
     if fresh is not None:
         write_card(given, info, repo_id=target.repo_id)
-    return _send(given, target, on_note)
+    return _send(given, target, on_note, stop)
 
 
 def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]) -> str:
@@ -310,9 +317,9 @@ def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]
     return text
 
 
-def _preflight_error(target: Target, card: str | None) -> PublishError | None:
+def _preflight_error(target: Target, card: str | None, stop: Stop) -> PublishError | None:
     try:
-        preflight(target, card=card)
+        preflight(target, card=card, stop=stop)
     except PublishError as error:
         return error
     return None
@@ -363,7 +370,7 @@ def _locked(folder: Path) -> int:
     return descriptor
 
 
-def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publication:
+def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: Stop) -> Publication:
     try:
         files = bundle_files(folder)
         url = publish_files(
@@ -372,6 +379,7 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None]) -> Publi
             message="Publish the trained model",
             replaces=lambda path: is_weight_file(path) or path == CURVE,
             on_note=on_note,
+            stop=stop,
         )
     except ConfigError as error:
         wrapped = error if isinstance(error, PublishError) else PublishError(error.problems)

@@ -10,8 +10,20 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Stop = Callable[[], bool]
+"""Asked now and then: whether to leave. Once true it stays so."""
+POLL_S = 0.05
 RETRIED_STATUS = frozenset({408, 412, 425, 429, 500, 502, 503, 504})
 """Answers after which the same request may succeed. 412: somebody else committed meanwhile."""
+
+
+class Stopped(Exception):
+    """Somebody asked to leave; what was under way is left to itself."""
+
+
+def never() -> bool:
+    """Nobody asks to leave."""
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,22 +50,26 @@ def retried(
     *,
     on_note: Callable[[str], None],
     describe: Callable[[BaseException], str],
+    stop: Stop = never,
 ) -> T:
-    """Call `act` until it succeeds, an error is final, or the policy ends.
+    """Call `act` until it succeeds, an error is final, the policy ends, or `stop` says so.
 
     It runs in a thread of its own, because a server that never answers would hold this one.
 
     Raises:
         TimeoutError: `timeout_s` went by.
+        Stopped: `stop` was true.
         Exception: the last error of `act`.
     """
     deadline = time.monotonic() + policy.timeout_s
     for attempt in range(1, policy.attempts + 1):
         try:
-            return within(act, deadline - time.monotonic(), policy.timeout_s)
+            return within(act, deadline - time.monotonic(), policy.timeout_s, stop)
         except Exception as error:
             if attempt == policy.attempts or not is_transient(error):
                 raise
+            if stop():
+                raise Stopped from error
             wait = policy.wait_s(attempt, retry_after_s(error))
             if time.monotonic() + wait > deadline:
                 raise
@@ -61,16 +77,27 @@ def retried(
                 f"hub: {describe(error)}; attempt {attempt + 1} of {policy.attempts} "
                 f"in {wait:.1f} s"
             )
-            time.sleep(wait)
+            _sleep(wait, stop)
     raise AssertionError("no attempt was made")
 
 
-def within(act: Callable[[], T], left_s: float, limit_s: float) -> T:
-    """The result of `act`, which is left to itself once the time is over.
+def _sleep(seconds: float, stop: Stop) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        if stop():
+            raise Stopped
+        time.sleep(min(left, POLL_S))
+
+
+def within(act: Callable[[], T], left_s: float, limit_s: float, stop: Stop = never) -> T:
+    """The result of `act`, which is left to itself once the time is over or `stop` is true.
 
     Raises:
         TimeoutError: it took longer.
+        Stopped: `stop` was true.
     """
+    if stop():
+        raise Stopped
     results: list[T] = []
     errors: list[Exception] = []
 
@@ -82,7 +109,11 @@ def within(act: Callable[[], T], left_s: float, limit_s: float) -> T:
 
     thread = threading.Thread(target=run, name="hub-request", daemon=True)
     thread.start()
-    thread.join(max(left_s, 0.0))
+    deadline = time.monotonic() + left_s
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, POLL_S))
+        if thread.is_alive() and stop():
+            raise Stopped
     if errors:
         raise errors[0]
     if not results:

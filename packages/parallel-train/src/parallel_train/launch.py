@@ -77,8 +77,9 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to write a
     checkpoint and leave; a second signal ends them at once. Returns 0 when all ended well, 75 when
-    they were preempted and saved, 2 when the input was wrong, 128 + n when a second signal n ended
-    them, 1 otherwise. No rank outlives the call, and ranks whose launcher was killed stop.
+    they were preempted and saved, 2 when the input was wrong, 128 + n when signal n ended them, by
+    coming a second time or because they did not leave in time, 1 otherwise. No rank outlives the
+    call, and ranks whose launcher was killed stop.
     """
     workers: list[Worker] = []
     ended_by: list[int] = []
@@ -94,7 +95,7 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
     with stop:
         try:
             with _start(workers, argv, nproc_per_node):
-                complaint = _wait(workers, stop, grace_s)
+                complaint, ended = _wait(workers, stop, grace_s)
         finally:
             for worker in workers:
                 worker.kill()
@@ -103,6 +104,8 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
         return 128 + ended_by[0]
     if complaint:
         print(f"ptrain: {complaint}", file=sys.stderr)
+    if ended is not None:
+        return 128 + ended
     return _verdict([worker.process.returncode for worker in workers])
 
 
@@ -146,9 +149,14 @@ def _environment(rank: int, count: int, meeting: socket.socket, watched: int) ->
     }
 
 
-def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
-    """Until no rank is left. Returns what went wrong, in words; nothing if all was well."""
+def _wait(
+    workers: Sequence[Worker], stop: StopRequest, grace_s: float
+) -> tuple[str, signal.Signals | None]:
+    """Until no rank is left. Returns what went wrong, in words, and the signal that ranks did not
+    answer in time; nothing if all was well.
+    """
     passed_on = False
+    unanswered: signal.Signals | None = None
     first: Worker | None = None
     deadline, why = float("inf"), ""
     while running := [worker for worker in workers if worker.is_running]:
@@ -157,7 +165,7 @@ def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
             passed_on = True
             for worker in running:
                 worker.signal(stop.received)
-            deadline = now + grace_s
+            deadline, unanswered = now + grace_s, stop.received
             why = f"did not leave within --grace_s {grace_s:g} after {stop.received.name}"
         ended = [worker for worker in workers if worker.process.returncode]
         # Ranks that leave with 0 have all met before; the main rank may still be publishing.
@@ -166,13 +174,15 @@ def _wait(workers: Sequence[Worker], stop: StopRequest, grace_s: float) -> str:
             is_failed = first.process.returncode not in (0, PREEMPTED)
             if is_failed and now + PEERS_S < deadline:
                 deadline, why = now + PEERS_S, f"did not leave within {PEERS_S:g} s after {first}"
+                unanswered = None
         if now > deadline:
             for worker in running:
                 worker.kill()
-            return f"ranks {[worker.rank for worker in running]} {why}, and were killed."
+            names = [worker.rank for worker in running]
+            return f"ranks {names} {why}, and were killed.", unanswered
         time.sleep(POLL_S)
     is_well = _verdict([worker.process.returncode for worker in workers]) != 1
-    return "" if is_well or first is None else f"{first} first."
+    return "" if is_well or first is None else f"{first} first.", None
 
 
 @contextlib.contextmanager

@@ -31,13 +31,14 @@ from parallel_publish import (
 from parallel_publish.bundle import num_bytes
 from parallel_publish.hub import without_bars
 from parallel_publish.publishing import bundle_folder
+from parallel_publish.retry import Stop, never
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.factory import build_policy
 from parallel_train.run_card import describe_run
 from parallel_train.run_folder import RunFolder
 
-PREEMPTED_WAIT_S = 10.0
+STOP_WAIT_S = 10.0
 """How long a run that was asked to stop waits for a push under way."""
 
 
@@ -103,16 +104,17 @@ class RunPublisher:
             retry = f"ptrain publish {path} --repo_id {publish.repo_id}"
             self._failures.append(f"not published: {error}\n  retry: {retry}")
 
-    def finish(self, *, preempted: bool) -> bool:
+    def finish(self, stop: Stop = never) -> bool:
         """Send what waits and wait for what is under way; whether everything is on the Hub.
 
-        No collective: the main rank calls it once the ranks have parted.
+        No collective: the main rank calls it once the ranks have parted. Once `stop` is true it
+        ends as soon as that harms nothing, and says what is left to do.
         """
         if self._staged is not None:
-            self._send(self._staged)
+            self._send(self._staged, stop)
         if self._pusher is not None:
-            wait_s = PREEMPTED_WAIT_S if preempted else float(self._config.publish.timeout_s)
-            for push in self._pusher.close(wait_s):
+            wait_s = float(self._config.publish.timeout_s)
+            for push in self._pusher.close(wait_s, stop=stop, stop_wait_s=STOP_WAIT_S):
                 if push.error:
                     way = f"\n  retry: {push.retry}" if push.retry else ""
                     self._failures.append(f"not pushed: checkpoint {push.step}: {push.error}{way}")
@@ -120,9 +122,9 @@ class RunPublisher:
             print(line, file=sys.stderr, flush=True)
         return not self._failures
 
-    def _send(self, staged: Staged) -> None:
+    def _send(self, staged: Staged, stop: Stop) -> None:
         print(f"publishing; should this be cut short: {staged.retry}", flush=True)
-        result = staged.send()
+        result = staged.send(stop=stop)
         if result.ok:
             shutil.rmtree(staged.folder, ignore_errors=True)
             print(result.render(), flush=True)

@@ -41,6 +41,10 @@ class StopRequest:
         self._on_second = on_second
         self._previous: dict[signal.Signals, object] = {}
 
+    def is_asked(self) -> bool:
+        """Whether a signal has come."""
+        return self.received is not None
+
     def __enter__(self) -> StopRequest:
         for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)

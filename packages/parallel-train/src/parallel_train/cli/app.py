@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from parallel_config import ConfigError
@@ -23,15 +24,31 @@ RUNNERS = {
     "doctor": "parallel_train.cli.doctor",
 }
 USAGE_ERROR = 2
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `ptrain` and leave the process with its exit code."""
     try:
-        sys.exit(run(sys.argv[1:] if argv is None else list(argv)))
+        code = run(sys.argv[1:] if argv is None else list(argv))
+        _leave_requests(code)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        print("ptrain: stopped", file=sys.stderr)
+        _leave_requests(INTERRUPTED)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, `head` say, had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _leave_requests(code: int) -> None:
+    """End here when a request to the Hub was left to itself: a plain exit would wait for it."""
+    if any(thread.name.startswith("hub-") for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -14,8 +14,9 @@ from parallel_config import ConfigError, Problem
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import PublishCommand
 from parallel_train.cli.parsing import Parsed
-from parallel_train.signals import NOT_PUBLISHED
+from parallel_train.signals import NOT_PUBLISHED, StopRequest
 
+ANNOUNCEMENT = "leaving as soon as that harms nothing; send it again to stop at once"
 E = TypeVar("E", bound=ConfigError)
 
 
@@ -118,7 +119,10 @@ def publish(
     from parallel_publish import publish_checkpoint
 
     card = _card(path, str(config.repo_id))
-    result = publish_checkpoint(path, config, card=card, dry_run=dry_run, **options)
+    with StopRequest(announce=ANNOUNCEMENT) as stop:
+        result = publish_checkpoint(
+            path, config, card=card, dry_run=dry_run, stop=stop.is_asked, **options
+        )
     if result.error is not None:
         result = dataclasses.replace(result, error=spoken(result.error, names))
     print(result.render(), file=sys.stdout if result.ok else sys.stderr)
@@ -150,8 +154,9 @@ def _push(command: PublishCommand, config: Any) -> int:
         print(f"would push {checkpoint} to {target.repo_id}@{target.revision}")
         return 0
     try:
-        preflight(target)
-        url = push_checkpoint_to_hub(checkpoint, target)
+        with StopRequest(announce=ANNOUNCEMENT) as stop:
+            preflight(target, stop=stop.is_asked)
+            url = push_checkpoint_to_hub(checkpoint, target, stop=stop.is_asked)
     except PublishError as error:
         print(
             f"not pushed: {spoken(error)}\n  retry: {push_command(checkpoint, target)}",

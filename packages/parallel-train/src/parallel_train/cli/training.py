@@ -90,7 +90,7 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
     from parallel_train.train import train
 
     try:
-        return _finish(train(_job(parsed), stop), facts)
+        return _finish(train(_job(parsed), stop), facts, stop)
     except ConfigError as error:
         # Agreed errors are the main rank's to print; before the ranks have met each has its own.
         if facts.is_main or not dist.is_initialized():
@@ -107,14 +107,14 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
     return 1
 
 
-def _finish(outcome: Outcome, facts: LaunchFacts) -> int:
+def _finish(outcome: Outcome, facts: LaunchFacts, stop: StopRequest) -> int:
     """Exit code of a run that ended well; what it publishes is sent once the ranks have parted."""
     if outcome.publisher is None:
         return outcome.exit_code
     from parallel_engine import part
 
     part()
-    if not facts.is_main or outcome.publisher.finish(preempted=outcome.preempted):
+    if not facts.is_main or outcome.publisher.finish(stop.is_asked):
         return outcome.exit_code
     return outcome.exit_code or NOT_PUBLISHED
 
