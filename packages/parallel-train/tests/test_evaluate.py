@@ -25,6 +25,7 @@ pytest.importorskip("metaworld", reason="needs the extra sim")
 from PIL import Image
 
 from parallel_train.drawing import SIZE, draw_rollout
+from parallel_train.rendering import HEIGHT, WIDTH, Renderer
 from parallel_train.simulation import TASKS, Simulator, expert
 
 
@@ -135,6 +136,7 @@ def test_the_command_keeps_numbers_and_pictures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PARALLEL_DEVICE", "cpu")
+    monkeypatch.setenv("MUJOCO_GL", "none")  # no such backend: pictures are drawn
     torch.manual_seed(0)
     config = ACTConfig(dim_model=16, n_heads=2, dim_feedforward=32, chunk_size=8)
     dataset = LeRobotDataset.from_config(DatasetConfig(), config)
@@ -144,7 +146,13 @@ def test_the_command_keeps_numbers_and_pictures(
     monkeypatch.chdir(tmp_path)
     words = ["evaluate", str(folder), "--episodes", "2", "--max_steps", "30"]
     assert run(words) == 0
-    assert "kept in evaluations/model: results.json, reach-v3_failed.gif" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == [
+        "MuJoCo renders nothing here with MUJOCO_GL=none: pictures are drawn from the observations",
+        "kept in evaluations/model: results.json, reach-v3_failed.gif",
+    ]
+    with Image.open(tmp_path / "evaluations/model/reach-v3_failed.gif") as image:
+        assert image.size == (2 * SIZE, SIZE + 16)
     kept = json.loads((tmp_path / "evaluations/model/results.json").read_text())
     assert (kept["seed"], kept["max_steps"]) == (0, 30)
     rates = {entry["controller"]: entry["rate"] for entry in kept["results"]}
@@ -169,6 +177,35 @@ def test_a_rollout_becomes_a_moving_picture(tmp_path: Path) -> None:
         last = np.asarray(image.convert("RGB"), dtype=int)
     blue = [(p[..., 2] > 150) & (p[..., 0] < 80) for p in (first, last)]
     assert 50 < blue[0].sum() < blue[1].sum()  # a dot, and later its trail too
+
+
+def test_a_rollout_is_rendered_where_the_machine_can(tmp_path: Path) -> None:
+    rollout, renderer = Simulator("reach-v3", 3).rollout(expert("reach-v3"), 0), Renderer()
+    path = tmp_path / "deep/down.gif"
+    if not renderer.render("reach-v3", 3, 0, rollout.actions, path, "reach"):
+        pytest.skip(renderer.why_not)
+    with Image.open(path) as image:
+        assert abs(image.n_frames - len(rollout.actions) / 8) <= 2
+        assert image.size == (WIDTH, HEIGHT)
+        first = np.asarray(image.convert("RGB"), dtype=float)
+        image.seek(image.n_frames - 1)
+        last = np.asarray(image.convert("RGB"), dtype=float)
+    red = [(p[..., 0] > 120) & (p[..., 1:].max(axis=-1) < 60) for p in (first, last)]
+    assert min(part.mean() for part in red) > 0.02  # the arm
+    moved = np.abs(first - last).max(axis=-1) > 60
+    assert 0.005 < moved.mean() < 0.5
+
+
+def test_what_renders_nothing_is_tried_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "none")
+    renderer, actions = Renderer(), np.zeros((2, 4), np.float32)
+    for _ in range(2):
+        assert not renderer.render("reach-v3", 0, 0, actions, tmp_path / "x.gif", "x")
+        assert renderer.why_not == "MuJoCo renders nothing here with MUJOCO_GL=none"
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr("subprocess.run", None)  # not asked again
 
 
 def test_policies_that_cannot_play_are_refused() -> None:

@@ -7,6 +7,7 @@ away from the robot, z up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,17 @@ def draw_rollout(rollout: Rollout, path: Path, title: str) -> None:
     last = len(rollout.observations) - 1
     frames = [*range(0, last, _EVERY), last]
     images = [_picture(rollout.observations[: frame + 1], title, Image) for frame in frames]
-    pause = 1000 * _EVERY // FPS
+    save_gif(images, path, pause_ms=1000 * _EVERY // FPS)
+
+
+def save_gif(images: Sequence[Any], path: Path, *, pause_ms: int) -> None:
+    """Write the images as one moving picture that stands still for a while at its end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     images[0].save(
         path,
         save_all=True,
         append_images=images[1:],
-        duration=[pause] * (len(images) - 1) + [_LAST_MS],
+        duration=[pause_ms] * (len(images) - 1) + [_LAST_MS],
         loop=0,
     )
 

@@ -70,7 +70,8 @@ class Simulator:
         benchmark = metaworld.MT1(task, seed=seed)
         self.task = task
         self._placements = benchmark.train_tasks
-        self._environment = benchmark.train_classes[task]()
+        self.environment: Any = benchmark.train_classes[task]()
+        """Gymnasium's."""
 
     def rollout(
         self,
@@ -81,15 +82,15 @@ class Simulator:
         frames_after_success: int = 0,
     ) -> Rollout:
         """Play episode `number` (below `PLACEMENTS`) until it is solved or `max_steps` are done."""
-        self._environment.set_task(self._placements[number])
-        observation, _ = self._environment.reset()
+        self.environment.set_task(self._placements[number])
+        observation, _ = self.environment.reset()
         observations: list[Vector] = []
         actions: list[Vector] = []
         solved: int | None = None
         for frame in range(max_steps):
             observations.append(observation.astype(np.float32))
             actions.append(np.clip(controller(observations[-1]), -1, 1).astype(np.float32))
-            observation, _, _, _, info = self._environment.step(actions[-1])
+            observation, _, _, _, info = self.environment.step(actions[-1])
             if solved is None and info["success"] > 0:
                 solved = frame
             if solved is not None and frame >= solved + frames_after_success:

@@ -37,7 +37,7 @@ def _evaluate(command: EvaluateCommand) -> None:
     from parallel_train.policies.loading import load_policy
 
     loaded = load_policy(command.path, command.policy_type)
-    pictures = Pictures(_output_folder(command))
+    pictures = Pictures(_output_folder(command), command.seed)
 
     def show(result: SuccessRate) -> None:
         if not command.json:
@@ -67,30 +67,43 @@ def _evaluate(command: EvaluateCommand) -> None:
     if command.json:
         print(text)
     else:
+        if pictures.note:
+            print(pictures.note)
         files = ", ".join(["results.json", *pictures.names])
         print(f"kept in {pictures.folder}: {files}")
 
 
 class Pictures:
-    """Draws the policy's first solved and first failed episode of each task."""
+    """Keeps the policy's first solved and first failed episode of each task: rendered where this
+    machine can, otherwise drawn.
+    """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, seed: int) -> None:
+        from parallel_train.rendering import Renderer
+
+        self.folder, self._seed = folder, seed
         self.names: list[str] = []
+        self._renderer = Renderer()
+
+    @property
+    def note(self) -> str:
+        """A line for the user where pictures are not rendered."""
+        why_not = self._renderer.why_not
+        return f"{why_not}: pictures are drawn from the observations" if why_not else ""
 
     def take(self, played: Played) -> None:
-        """Draw the episode if it is the first of its kind."""
+        """Keep the episode if it is the first of its kind."""
         from parallel_train.drawing import draw_rollout
 
-        end = "solved" if played.rollout.success else "failed"
-        name = f"{played.task}_{end}.gif"
-        if played.controller == "policy" and name not in self.names:
-            draw_rollout(
-                played.rollout,
-                self.folder / name,
-                f"{played.task}, episode {played.number}: {end}",
-            )
-            self.names.append(name)
+        task, number, rollout = played.task, played.number, played.rollout
+        end = "solved" if rollout.success else "failed"
+        name = f"{task}_{end}.gif"
+        if played.controller != "policy" or name in self.names:
+            return
+        path, title = self.folder / name, f"{task}, episode {number}: {end}"
+        if not self._renderer.render(task, self._seed, number, rollout.actions, path, title):
+            draw_rollout(rollout, path, title)
+        self.names.append(name)
 
 
 def _output_folder(command: EvaluateCommand) -> Path:
