@@ -376,7 +376,7 @@ def test_killed_at_random_moments(tmp_path: Path, delete: bool) -> None:
 
 
 def test_killed_at_every_change_beside_the_shards(fresh: Path) -> None:
-    """Whatever is left loads the same values, and verifies."""
+    """Whatever is left loads the same values, and verifies; a further conversion succeeds."""
     for moment in range(40):
         run = fresh / f"run{moment}"
         shutil.copytree(fresh / "run", run, symlinks=True)
@@ -388,6 +388,12 @@ def test_killed_at_every_change_beside_the_shards(fresh: Path) -> None:
         if status == 0:
             break
         assert status == -signal.SIGKILL
+        result = convert(run, delete_dcp=True)
+        assert result.deleted
+        assert verify(run).ok
+        assert verify(run).unlisted == ()
+        assert not (result.path / "dcp").exists()
+        assert same(weights(result.path), load_file(fresh / "run.safetensors"))
     assert moment > 5
     assert status == 0
 

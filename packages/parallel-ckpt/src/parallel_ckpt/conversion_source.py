@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel_ckpt.contents import Contents
 from parallel_ckpt.dcp_reader import DcpChunk, DcpFolder, DcpTensor, read_dcp
 from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.integrity import file_problems
@@ -20,8 +21,9 @@ from parallel_ckpt.layout import (
     SAFETENSORS_INDEX,
     TRAINING_STATE,
     StepFolder,
+    is_weight_file,
 )
-from parallel_ckpt.manifest import Manifest, read_manifest
+from parallel_ckpt.manifest import Manifest
 from parallel_ckpt.resolving import resolve_checkpoint
 from parallel_ckpt.safetensors_reader import METADATA, read_header, read_index
 from parallel_ckpt.stored_items import MalformedItem, find_payload
@@ -117,20 +119,20 @@ def _committed(given: Path) -> StepFolder | None:
 
 
 def _of_step(step: StepFolder, *, wants_dcp: bool) -> ConversionSource:
-    manifest = read_manifest(step)
-    known = {step.path / record.path: record.checksum for record in manifest.files}
-    has_safetensors = any(
-        path.parent == step.pretrained_model and _is_weights(path) for path in known
-    )
-    is_dcp = step.dcp / DCP_METADATA in known and (wants_dcp or not has_safetensors)
-    companions = tuple(sorted(path for path in known if _is_companion(step, path)))
-    _require_intact(step, manifest, companions)
+    contents = Contents.read(step)
+    is_dcp = contents.has_dcp(step.dcp) and (wants_dcp or not contents.safetensors)
+    companions = tuple(sorted(p for p in contents.checksums if _is_companion(step, p)))
+    _require_intact(step, contents.manifest, companions)
     folder = step.dcp if is_dcp else step.pretrained_model
-    tensors, left_out = _read_dcp(folder) if is_dcp else _read_safetensors(folder)
+    if is_dcp:
+        tensors, left_out = _read_dcp(folder)
+    else:
+        has_index = step.safetensors_index in contents.checksums
+        index = step.safetensors_index if has_index else None
+        tensors, left_out = _read_safetensors(folder, contents.safetensors, index), ()
     files = {piece.file for tensor in tensors.values() for piece in tensor.pieces}
-    checksums = {path: known[path] for path in files if path in known}
-    if missing := sorted(files - checksums.keys()):
-        raise DamagedCheckpoint.of(missing[0], "is used by the weights, but not in the manifest.")
+    contents.require(*sorted(files))
+    checksums = {path: contents.checksums[path] for path in files}
     return ConversionSource(folder, is_dcp, tensors, step, checksums, companions, left_out)
 
 
@@ -152,7 +154,7 @@ def _foreign(given: Path) -> ConversionSource:
         companions = (config,) if config.is_file() else ()
         return ConversionSource(dcp[0], True, tensors, None, {}, companions, left_out)
     if given.is_dir() and any(_is_weights(path) for path in given.iterdir()):
-        tensors, _ = _read_safetensors(given)
+        tensors = _read_foreign_safetensors(given)
         others = sorted(p for p in given.iterdir() if p.is_file() and not _is_weights(p))
         return ConversionSource(given, False, tensors, None, {}, tuple(others), ())
     raise CheckpointNotFound.of(given, *_what_is_there(given, dcp))
@@ -182,8 +184,7 @@ def _what_is_there(given: Path, dcp: list[Path]) -> tuple[str, str]:
 
 
 def _is_weights(path: Path) -> bool:
-    name = path.name
-    return name == SAFETENSORS_INDEX or (name.startswith("model") and name.endswith(".safetensors"))
+    return path.name == SAFETENSORS_INDEX or is_weight_file(path.name)
 
 
 def _is_companion(step: StepFolder, path: Path) -> bool:
@@ -194,12 +195,19 @@ def _is_companion(step: StepFolder, path: Path) -> bool:
     )
 
 
-def _read_safetensors(folder: Path) -> tuple[dict[str, SourceTensor], tuple[str, ...]]:
+def _read_foreign_safetensors(folder: Path) -> dict[str, SourceTensor]:
+    """Those that the index names, else all."""
     index = folder / SAFETENSORS_INDEX
     if index.is_file():
         files = [folder / name for name in sorted(set(read_index(index).values()))]
-    else:
-        files = sorted(folder.glob("model*.safetensors"))
+        return _read_safetensors(folder, files, index)
+    files = sorted(path for path in folder.iterdir() if is_weight_file(path.name))
+    return _read_safetensors(folder, files, None)
+
+
+def _read_safetensors(
+    folder: Path, files: Sequence[Path], index: Path | None
+) -> dict[str, SourceTensor]:
     tensors: dict[str, SourceTensor] = {}
     for file in files:
         _require_inside(file, folder)
@@ -210,10 +218,10 @@ def _read_safetensors(folder: Path) -> tuple[dict[str, SourceTensor], tuple[str,
             piece = Piece(file, entry.begin, entry.num_bytes, zeros, entry.shape, None)
             pieces = (piece,) if entry.num_bytes else ()
             tensors[name] = SourceTensor(entry.dtype, entry.shape, pieces)
-    if index.is_file() and read_index(index).keys() != tensors.keys():
+    if index is not None and read_index(index).keys() != tensors.keys():
         odd = sorted(read_index(index).keys() ^ tensors.keys())
         raise DamagedCheckpoint.of(index, f"and its files differ in tensors: {odd[:3]}.")
-    return tensors, ()
+    return tensors
 
 
 def _read_dcp(folder: Path) -> tuple[dict[str, SourceTensor], tuple[str, ...]]:

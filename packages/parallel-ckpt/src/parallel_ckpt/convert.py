@@ -22,19 +22,22 @@ from typing import get_args
 
 from parallel_ckpt.casting import Dtype
 from parallel_ckpt.commit import flush_folder
+from parallel_ckpt.contents import Contents
 from parallel_ckpt.conversion_plan import OutputFile, parse_size, plan_files
 from parallel_ckpt.conversion_source import ConversionSource, find_source
 from parallel_ckpt.dcp_reader import read_dcp
-from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
 from parallel_ckpt.hashing import hash_file, hashed_file
+from parallel_ckpt.integrity import file_problems
 from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
-from parallel_ckpt.manifest import FileRecord, read_manifest
+from parallel_ckpt.manifest import FileRecord, Manifest, read_manifest
 from parallel_ckpt.streaming import Tick, read_back, write_files
 from parallel_config import CheckpointFormat, ConfigError, Problem
 
 Progress = Callable[[int, int], None]
 """Hears of the bytes done and of all there are to do."""
 _CONFIG = "config.json"
+_CONVERTING = ".converting-"
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MAX_LISTED = 5
 
@@ -103,6 +106,8 @@ def convert(
         raise ConfigError(Problem("dtype", f"= {dtype!r} is none of {get_args(Dtype)}."))
     limit = parse_size(max_shard_size)
     found = find_source(source)
+    if delete_dcp and output is None and dtype == "keep" and (left := _left_shards(found)):
+        return _finish_deletion(found, left)
     target = _target(found, output)
     files = plan_files(found.tensors, dtype, limit)
     _refuse_loss(found, files, target, dtype, delete_dcp)
@@ -178,7 +183,7 @@ def _target_problems(source: ConversionSource, target: Path, delete_dcp: bool) -
 def _in_place_problems(
     source: ConversionSource, files: Sequence[OutputFile], changes: bool
 ) -> Iterator[Problem]:
-    if not source.is_dcp or (source.step and source.step.safetensors.exists()):
+    if not source.is_dcp or (source.step and Contents.read(source.step).safetensors):
         where = source.step.pretrained_model if source.step else source.folder
         yield Problem("output", f"is missing: {where} holds safetensors already.", "Give --output.")
     if changes:
@@ -225,32 +230,40 @@ def _convert_in_place(
     """Beside the shards: the file by one rename, then the manifest by another, then deletion.
 
     Killed in between, there is a file that the manifest does not know, or shards that it no longer
-    knows; each is whole, and readers find the same values in both.
+    knows. Nothing reads those, and a further conversion replaces or removes them.
     """
-    with _temporary(step.pretrained_model, ".converting-") as temporary:
+    with _temporary(step.pretrained_model, _CONVERTING) as temporary:
         checksums = _write_checked(source, temporary, files, progress)
         os.replace(temporary / SAFETENSORS, step.safetensors)
         flush_folder(step.pretrained_model)
-    record = FileRecord(
-        path=step.safetensors.relative_to(step.path).as_posix(),
-        size_bytes=files[0].size_bytes,
-        checksum=checksums[SAFETENSORS],
-    )
-    shards = {path.relative_to(step.path).as_posix(): path for path in _shard_files(source)}
-    manifest = read_manifest(step)
-    gone = shards.keys() if delete_dcp else set()
-    kept = [known for known in manifest.files if known.path not in gone]
-    _replace_manifest(
-        step,
-        replace(
-            manifest,
-            files=tuple(sorted([*kept, record], key=lambda known: known.path)),
-            checkpoint_format=CheckpointFormat.SAFETENSORS
-            if delete_dcp
-            else CheckpointFormat.SAFETENSORS_DCP,
-        ).to_json(),
-    )
+        record = FileRecord(
+            path=step.safetensors.relative_to(step.path).as_posix(),
+            size_bytes=files[0].size_bytes,
+            checksum=checksums[SAFETENSORS],
+        )
+        manifest = _with_weights(source, step, record, delete_dcp)
+        with hashed_file(temporary / MANIFEST) as file:
+            file.write(manifest.to_json().encode())
+        os.replace(temporary / MANIFEST, step.manifest)
+        flush_folder(step.path)
     return _delete_shards(source) if delete_dcp else ()
+
+
+def _with_weights(
+    source: ConversionSource, step: StepFolder, weights: FileRecord, delete_dcp: bool
+) -> Manifest:
+    """The manifest with one more file, and without the shards where they are to go."""
+    manifest = read_manifest(step)
+    shards = {path.relative_to(step.path).as_posix() for path in _shard_files(source)}
+    gone = shards if delete_dcp else set()
+    files = [weights, *(known for known in manifest.files if known.path not in gone)]
+    return replace(
+        manifest,
+        files=tuple(sorted(files, key=lambda known: known.path)),
+        checkpoint_format=CheckpointFormat.SAFETENSORS
+        if delete_dcp
+        else CheckpointFormat.SAFETENSORS_DCP,
+    )
 
 
 def _write_checked(
@@ -280,10 +293,7 @@ def _ticker(total: int, progress: Progress | None) -> Tick:
 @contextmanager
 def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
     """A folder of our own, locked while we live; what dead conversions left is removed first."""
-    for leftover in parent.glob(f"{_literal(prefix)}*"):
-        with _locked(leftover) as is_ours:
-            if is_ours:
-                shutil.rmtree(leftover, ignore_errors=True)
+    _clear(parent, prefix)
     folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
     folder.mkdir()
     try:
@@ -291,6 +301,14 @@ def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear(parent: Path, prefix: str) -> None:
+    """Remove the temporary folders of dead conversions."""
+    for leftover in parent.glob(f"{_literal(prefix)}*"):
+        with _locked(leftover) as is_ours:
+            if is_ours:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 @contextmanager
@@ -351,14 +369,6 @@ def _with_dtype(path: Path, dtype: Dtype) -> bytes | None:
     return (json.dumps(changed, indent=2) + "\n").encode()
 
 
-def _replace_manifest(step: StepFolder, text: str) -> None:
-    spare = step.path / f".{MANIFEST}.{uuid.uuid4().hex[:12]}"
-    with hashed_file(spare) as file:
-        file.write(text.encode())
-    os.replace(spare, step.manifest)
-    flush_folder(step.path)
-
-
 def _shard_files(source: ConversionSource) -> list[Path]:
     """Files of the DCP folder, the one that makes it readable last."""
     names = [*read_dcp(source.folder).files, DCP_METADATA]
@@ -367,13 +377,43 @@ def _shard_files(source: ConversionSource) -> list[Path]:
     return [source.folder / name for name in dict.fromkeys([*ours, *names])]
 
 
+def _left_shards(source: ConversionSource) -> list[Path]:
+    """Shards that a conversion was to remove, and died after the manifest had forgotten them."""
+    if source.step is None or not source.step.dcp.is_dir():
+        return []
+    if Contents.read(source.step).has_dcp(source.step.dcp):
+        return []
+    return [*source.step.dcp.glob("*.distcp"), source.step.dcp / DCP_METADATA]
+
+
+def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertResult:
+    assert source.step is not None
+    step, contents = source.step, Contents.read(source.step)
+    files = {p.relative_to(step.path).as_posix(): p for p in contents.safetensors}
+    records = [record for record in contents.manifest.files if record.path in files]
+    if problems := list(file_problems(step, records, "full")):
+        raise DamagedCheckpoint(problems[:10], source=str(step.path))
+    _clear(step.pretrained_model, _CONVERTING)
+    return ConvertResult(
+        step.pretrained_model,
+        {files[record.path].name: record.size_bytes for record in records},
+        len(source.tensors),
+        Counter(tensor.dtype for tensor in source.tensors.values()),
+        (),
+        _delete(step.dcp, shards),
+    )
+
+
 def _delete_shards(source: ConversionSource) -> tuple[Path, ...]:
-    paths = _shard_files(source)
-    for path in reversed(paths):
+    return _delete(source.folder, _shard_files(source))
+
+
+def _delete(folder: Path, shards: Sequence[Path]) -> tuple[Path, ...]:
+    for path in reversed(shards):
         path.unlink(missing_ok=True)
-    if not any(source.folder.iterdir()):
-        source.folder.rmdir()
-    return tuple(paths)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return tuple(shards)
 
 
 def _result(

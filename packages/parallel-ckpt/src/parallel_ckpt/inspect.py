@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallel_ckpt.contents import Contents
 from parallel_ckpt.dcp_reader import read_dcp
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.integrity import file_problems
-from parallel_ckpt.layout import DCP, DCP_METADATA, RunFolder, StepFolder
-from parallel_ckpt.manifest import Manifest, read_manifest
+from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder
+from parallel_ckpt.manifest import Manifest
 from parallel_ckpt.resolving import resolve_checkpoint
 from parallel_ckpt.safetensors_reader import read_header
 from parallel_ckpt.tensor_names import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
@@ -155,7 +156,8 @@ def _inspect_run(run: RunFolder) -> RunInfo:
 
 
 def _inspect_step(folder: StepFolder) -> CheckpointInfo:
-    manifest = read_manifest(folder)
+    contents = Contents.read(folder)
+    manifest = contents.manifest
     sizes = dict.fromkeys((*_PARTS, "other"), 0)
     for record in manifest.files:
         part = next((p for p, starts in _PARTS.items() if record.path.startswith(starts)), "other")
@@ -163,31 +165,38 @@ def _inspect_step(folder: StepFolder) -> CheckpointInfo:
     problems = [str(problem) for problem in file_problems(folder, manifest.files, "fast")]
     weights: ByDtype = {}
     optimizer: ByDtype = {}
-    for path, into in ((folder.pretrained_model, weights), (folder.optimizer, optimizer)):
+    for read, into in ((_weights, weights), (_optimizer, optimizer)):
         try:
-            into.update(_by_dtype(path))
+            into.update(_by_dtype(read(contents)))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
     return CheckpointInfo(folder.path, manifest, sizes, weights, optimizer, tuple(problems))
 
 
-def _by_dtype(folder: Path) -> ByDtype:
-    """Number and bytes of the tensors of a folder, from headers or DCP metadata alone."""
+def _by_dtype(tensors: Iterator[tuple[str, int]]) -> ByDtype:
     found: ByDtype = {}
-    for dtype, num_bytes in _tensors(folder):
+    for dtype, num_bytes in tensors:
         count, size = found.get(dtype, (0, 0))
         found[dtype] = (count + 1, size + num_bytes)
     return found
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, int]]:
-    files = sorted(folder.glob("model*.safetensors"))
-    for file in files:
+def _weights(contents: Contents) -> Iterator[tuple[str, int]]:
+    """Dtype and bytes of each, from headers or DCP metadata alone."""
+    for file in filter(Path.is_file, contents.safetensors):
         for entry in read_header(file).tensors.values():
             yield entry.dtype, entry.num_bytes
-    dcp = folder if (folder / DCP_METADATA).is_file() else folder / DCP
-    if not files and (dcp / DCP_METADATA).is_file():
-        for tensor in read_dcp(dcp).tensors.values():
+    if not contents.safetensors:
+        yield from _dcp(contents, contents.folder.dcp)
+
+
+def _optimizer(contents: Contents) -> Iterator[tuple[str, int]]:
+    yield from _dcp(contents, contents.folder.optimizer)
+
+
+def _dcp(contents: Contents, folder: Path) -> Iterator[tuple[str, int]]:
+    if contents.has_dcp(folder) and (folder / DCP_METADATA).is_file():
+        for tensor in read_dcp(folder).tensors.values():
             name = SAFETENSORS_BY_TORCH.get(tensor.dtype, tensor.dtype)
             yield name, math.prod(tensor.shape) * TORCH_ITEM_BYTES[tensor.dtype]
 

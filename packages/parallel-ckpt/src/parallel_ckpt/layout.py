@@ -188,6 +188,11 @@ def parse_step(name: str) -> int | None:
     return int(name)
 
 
+def is_weight_file(name: str) -> bool:
+    """Whether a file of `pretrained_model` holds weights; processors keep tensors of their own."""
+    return name.startswith("model") and name.endswith(".safetensors")
+
+
 def rank_files(prefix: str, count: int) -> list[str]:
     """Names of `count` safetensors files of one model: `model-00001-of-00003.safetensors`."""
     return [f"{prefix}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

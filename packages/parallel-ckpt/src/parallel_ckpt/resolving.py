@@ -33,9 +33,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
         CheckpointNotFound: nothing committed is there; the message names what was looked for.
     """
     given = Path(path).expanduser().absolute()
-    for candidate in _candidates(given):
-        if StepFolder(candidate).is_committed:
-            return candidate.resolve()
+    if (step := committed_around(given)) is not None:
+        return step.path
     for folder in (given, given.parent):
         run = RunFolder(folder)
         if (folder == given or given.name in (CHECKPOINTS, LAST)) and (found := _newest(run)):
@@ -48,6 +47,14 @@ def resolve_checkpoint(path: str | Path) -> Path:
         f"{given / CHECKPOINTS} exists.",
         "Give a step folder, its pretrained_model, a run folder, or its checkpoints/last.",
     )
+
+
+def committed_around(given: Path) -> StepFolder | None:
+    """The committed step that an absolute path means or lies in; None when there is none."""
+    for candidate in _candidates(given):
+        if StepFolder(candidate).is_committed:
+            return StepFolder(candidate.resolve())
+    return None
 
 
 def newest_intact(

@@ -12,10 +12,11 @@ from safetensors.torch import load as safetensors_load
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from parallel_ckpt._ranks import Ranks, all_ranks
-from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint, StateMismatch
+from parallel_ckpt._ranks import all_ranks
+from parallel_ckpt.contents import Contents
+from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
 from parallel_ckpt.integrity import Verify
-from parallel_ckpt.layout import DCP_METADATA, StepFolder
+from parallel_ckpt.layout import DCP, DCP_METADATA, StepFolder, is_weight_file
 from parallel_ckpt.manifest import Manifest
 from parallel_ckpt.optimizer_state import (
     Allocation,
@@ -26,7 +27,7 @@ from parallel_ckpt.optimizer_state import (
     install,
 )
 from parallel_ckpt.plain import load_json
-from parallel_ckpt.resolving import resolve_checkpoint, verify_on_all
+from parallel_ckpt.resolving import committed_around, resolve_checkpoint, verify_on_all
 from parallel_ckpt.rng import DerivedRng, RngState, derived_seed
 from parallel_ckpt.shards import Shard, aliases, model_shards
 from parallel_ckpt.sources import DcpSource, SafetensorsSource
@@ -90,7 +91,7 @@ def read_start(path: str | Path, *, topology: Topology, verify: Verify = "full")
     ranks = all_ranks("read_start")
     folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
     manifest = verify_on_all(folder, verify, ranks)
-    return ranks.attempt(lambda: _read_start(folder, manifest, topology, ranks))
+    return ranks.attempt(lambda: _read_start(Contents(folder, manifest), topology, ranks.rank))
 
 
 def restore(
@@ -137,7 +138,7 @@ def load_weights(model: nn.Module, path: str | Path, *, allow_cast: bool = False
         StateMismatch: as for `restore`; nothing has been changed then.
     """
     ranks = all_ranks("load_weights")
-    where = Path(ranks.on_main(lambda: str(_weights_folder(path))))
+    where = Path(ranks.on_main(lambda: str(_weights_at(path))))
 
     def plan() -> tuple[Source, dict[str, Shard], dict[str, str]]:
         source, weights = _open_weights(where), model_shards(model)
@@ -162,16 +163,17 @@ class _Plan:
 
 def _plan(folder: StepFolder, model: nn.Module, optimizer: Any) -> _Plan:
     """Open everything and compare names, shapes and dtypes before anything is touched."""
-    source, weights = _open_weights(folder.pretrained_model), model_shards(model)
+    contents = Contents.read(folder)
+    source, weights = _weights_of(contents), model_shards(model)
     keys = match(source.tensors, weights, aliases(model), where="weights")
     if optimizer is None:
         return _Plan(source, weights, keys, {}, None, None)
-    index = load_json(folder.optimizer_index.read_bytes(), str(folder.optimizer_index))
+    index = _document(contents, folder.optimizer_index)
     inner = inner_optimizer(optimizer)
     problems = list(check_index(index, model, inner))
     if problems:
         raise StateMismatch(problems[:10])
-    states = DcpSource(folder.optimizer)
+    states = DcpSource(folder.optimizer, contents)
     stored = {key: (entry.shape, entry.dtype) for key, entry in states.tensors.items()}
     allocation = allocate(index, stored, model, inner)
     match(states.tensors, allocation.shards, {}, where="optimizer")
@@ -200,7 +202,7 @@ def _install(plan: _Plan, model: nn.Module, optimizer: Any, keep: Collection[str
 def _restore_scheduler(
     folder: StepFolder, scheduler: Any, optimizer: Any, keep: Collection[str]
 ) -> None:
-    state = load_json(folder.scheduler.read_bytes(), str(folder.scheduler))
+    state = _document(Contents.read(folder), folder.scheduler)
     if state is None:
         raise StateMismatch.of("scheduler", "was not saved in this checkpoint.")
     inner = inner_scheduler(scheduler)
@@ -216,58 +218,69 @@ def _restore_scheduler(
         inner._last_lr = [group["lr"] for group in groups]
 
 
-def _read_start(folder: StepFolder, manifest: Manifest, topology: Topology, ranks: Ranks) -> Start:
-    facts = load_json(folder.training_step.read_bytes(), str(folder.training_step))
-    rng, notes = _read_rng(folder, manifest, topology, facts["seed"], ranks.rank)
-    config = folder.train_config
+def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
+    folder = contents.folder
+    facts = _document(contents, folder.training_step)
+    rng, notes = _read_rng(contents, topology, facts["seed"], rank)
+    has_config = folder.train_config in contents.checksums
     return Start(
         path=folder.path,
-        manifest=manifest,
-        data_state=load_json(folder.data.read_bytes(), str(folder.data)),
-        train_config=config.read_text(encoding="utf-8") if config.is_file() else None,
+        manifest=contents.manifest,
+        data_state=_document(contents, folder.data),
+        train_config=folder.train_config.read_text(encoding="utf-8") if has_config else None,
         rng=rng,
         notes=tuple(notes),
     )
 
 
+def _document(contents: Contents, path: Path) -> Any:
+    return load_json(contents.read_bytes(path), str(path))
+
+
 def _read_rng(
-    folder: StepFolder, manifest: Manifest, topology: Topology, seed: int, rank: int
+    contents: Contents, topology: Topology, seed: int, rank: int
 ) -> tuple[RngState | DerivedRng, list[str]]:
-    saved = manifest.topology.world_size
+    saved = contents.manifest.topology.world_size
     if saved != topology.world_size:
         note = (
             f"random streams: derived from seed, step and rank, because the checkpoint holds those "
             f"of {saved} ranks and this run has {topology.world_size}."
         )
-        return DerivedRng(derived_seed(seed, manifest.step, rank)), [note]
-    path = folder.rng(rank)
+        return DerivedRng(derived_seed(seed, contents.manifest.step, rank)), [note]
+    path = contents.folder.rng(rank)
     try:
-        return RngState(safetensors_load(path.read_bytes())), []
+        return RngState(safetensors_load(contents.read_bytes(path))), []
     except SafetensorError as error:
         raise DamagedCheckpoint.of(path, f"is no safetensors file: {error}.") from error
 
 
-def _open_weights(folder: Path) -> Source:
-    """Safetensors where there are any, else DCP; `folder` may also be one file."""
-    if folder.is_file() or any(folder.glob("model*.safetensors")):
-        return SafetensorsSource(folder)
-    for dcp in (folder / "dcp", folder):
-        if (dcp / DCP_METADATA).is_file():
-            return DcpSource(dcp)
-    if any(folder.glob("*.safetensors")):
-        return SafetensorsSource(folder)
-    raise CheckpointNotFound.of(
-        folder,
-        "holds neither *.safetensors nor dcp/.metadata.",
-        "Give a folder that holds weights.",
-    )
+def _weights_of(contents: Contents) -> Source:
+    """Safetensors where the checkpoint has any, else DCP."""
+    if files := contents.safetensors:
+        return SafetensorsSource(files)
+    return DcpSource(contents.folder.dcp, contents)
 
 
-def _weights_folder(path: str | Path) -> Path:
+def _weights_at(path: str | Path) -> Path:
+    """What `load_weights` reads: a step folder, its `dcp`, or weights outside of any checkpoint."""
     given = Path(path).expanduser().absolute()
-    holds = given.is_dir() and (
-        any(given.glob("*.safetensors")) or (given / DCP_METADATA).is_file()
-    )
-    if holds or (given.is_file() and given.suffix == ".safetensors"):
+    if given.is_file() and given.suffix == ".safetensors":
         return given
-    return StepFolder(resolve_checkpoint(given)).pretrained_model
+    if (step := committed_around(given)) is not None:
+        return step.dcp if given.resolve() == step.dcp else step.path
+    if given.is_dir() and (any(given.glob("*.safetensors")) or (given / DCP_METADATA).is_file()):
+        return given
+    return resolve_checkpoint(given)
+
+
+def _open_weights(where: Path) -> Source:
+    """`where` is as `_weights_at` found it."""
+    if where.is_file():
+        return SafetensorsSource([where])
+    if (step := committed_around(where)) is not None:
+        contents = Contents.read(step)
+        return DcpSource(where, contents) if where == step.dcp else _weights_of(contents)
+    if any(is_weight_file(file.name) for file in where.iterdir()):
+        return SafetensorsSource(where)
+    dcp = next((f for f in (where / DCP, where) if (f / DCP_METADATA).is_file()), None)
+    return SafetensorsSource(where) if dcp is None else DcpSource(dcp)

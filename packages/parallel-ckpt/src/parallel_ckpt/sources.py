@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 
+from parallel_ckpt.contents import Contents
 from parallel_ckpt.dcp_reader import DcpChunk, read_dcp
 from parallel_ckpt.dtypes import TORCH_DTYPES
 from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.layout import DCP_METADATA
 from parallel_ckpt.safetensors_reader import HeaderEntry, read_header
 from parallel_ckpt.shards import Shard, narrow, overlap
 from parallel_ckpt.stored import Stored, volume
@@ -30,13 +32,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class SafetensorsSource:
-    """One safetensors file, or all of a folder; each rank reads only the rows it holds."""
+    """Some safetensors files; each rank reads only the rows it holds.
 
-    def __init__(self, path: Path) -> None:
+    A path means that file, or all files of weights in that folder.
+    """
+
+    def __init__(self, files: Path | Sequence[Path]) -> None:
         self._tensors: dict[str, Stored] = {}
         self._entries: dict[str, tuple[Path, HeaderEntry]] = {}
         self._files = _OpenFiles()
-        for file in [path] if path.is_file() else weight_files(path):
+        if isinstance(files, Path):
+            files = [files] if files.is_file() else weight_files(files)
+        for file in files:
             self._note(file)
 
     @property
@@ -71,10 +78,17 @@ class SafetensorsSource:
 
 
 class DcpSource:
-    """A folder in torch's distributed checkpoint format, by FQN; nothing in it is unpickled."""
+    """A folder in torch's distributed checkpoint format, by FQN; nothing in it is unpickled.
 
-    def __init__(self, folder: Path) -> None:
+    Of a committed checkpoint, whose `contents` are then given, only files of its own are read.
+    """
+
+    def __init__(self, folder: Path, contents: Contents | None = None) -> None:
+        if contents is not None:
+            contents.require(folder / DCP_METADATA)
         self._stored = read_dcp(folder)
+        if contents is not None:
+            contents.require(*(folder / name for name in self._stored.files))
         if self._stored.objects:
             raise DamagedCheckpoint.of(
                 folder, f"holds pickled objects, which are never read: {self._stored.objects[:3]}."
