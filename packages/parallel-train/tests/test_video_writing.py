@@ -82,6 +82,8 @@ def test_every_frame_is_the_one_at_its_time(
     index: bool,
 ) -> None:
     """Also where frames are stored in another order than they are shown (libx264)."""
+    if codec not in av.codecs_available:
+        pytest.skip(f"PyAV {av.__version__} has no {codec}")
     episodes = [episode(frames, TOP) for frames in LENGTHS]
     write_dataset(tmp_path, episodes, fps=FPS, codec=codec, key_frame_every=key_frame_every)
     if not index:  # PyAV before 16 has none
