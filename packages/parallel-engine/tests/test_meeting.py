@@ -1,16 +1,22 @@
 """Ranks find one another afresh, whatever an earlier attempt left in the launcher's store."""
 
 import datetime
+import os
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, ParallelismConfig
 from parallel_config.environment import LaunchFacts
+from parallel_engine import Engine, connect, unwrap
 from parallel_engine._ranks import choose_device
+from parallel_engine.accelerate_build import launch_of
 from parallel_engine.meeting import fresh, meet
+from parallel_testing.ranks import run_ranks
 
 
 def seconds(number):
@@ -101,3 +107,106 @@ def test_more_ranks_than_devices_is_told_before_the_ranks_meet(monkeypatch):
     with pytest.raises(ConfigError, match="LOCAL_RANK = 2, but this process sees 2 CUDA devices"):
         choose_device(None, facts(rank=2, local_rank=2, world_size=4))
     assert choose_device("cpu", facts(rank=2, local_rank=2)) == torch.device("cpu")
+
+
+class Block(nn.Linear):
+    pass
+
+
+def group_of_ones_own(backend="gloo", kept=()):
+    """As under mp.spawn: no launcher, the ranks are numbered by the caller. Returns the rank."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        if name not in kept:
+            del os.environ[name]
+    del os.environ["MASTER_PORT"]
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
+    return rank
+
+
+def trains_in_a_group_of_ones_own(degrees, kept):
+    rank = group_of_ones_own(kept=kept)
+    torch.manual_seed(rank)
+    model = nn.Sequential(Block(4, 2, bias=False))
+    model._fsdp_wrap_modules = ("Block",)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = dict(os.environ)
+    engine = Engine(parallelism=ParallelismConfig(**degrees))
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    x = torch.ones(2, 4) * (rank + 1)
+    norm = engine.step(model, optimizer, None, [x], lambda m, b: m(b).sum(1).mean()).grad_norm
+    assert dict(os.environ) == before
+    (weight,) = unwrap(model).parameters()
+    weight = weight.full_tensor() if degrees else weight
+    facts = (engine.rank, engine.facts.local_rank, engine.facts.local_world_size, engine.is_main)
+    return engine.topology.describe(), facts, norm, weight.tolist()
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": -1}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("kept", [(), ("RANK", "WORLD_SIZE")], ids=["no launcher", "two variables"])
+def test_a_group_that_is_running_says_which_rank_this_is(degrees, kept):
+    results = run_ranks(trains_in_a_group_of_ones_own, 2, degrees, kept, init=False)
+    for rank, (topology, facts, norm, weight) in enumerate(results):
+        assert topology.endswith("= 2 ranks")
+        assert facts == (rank, rank, 2, rank == 0)
+        assert norm == pytest.approx((8 * 1.5**2) ** 0.5)
+        assert weight == results[0][3]
+
+
+def contradicts_its_group():
+    """Rank 1's launcher had numbered it 0, and of one."""
+    rank = group_of_ones_own()
+    if rank == 1:
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+    with pytest.raises(ConfigError) as caught:
+        connect()
+    return str(caught.value)
+
+
+def test_a_group_that_contradicts_the_launch_is_refused_on_every_rank():
+    for text in run_ranks(contradicts_its_group, 2, init=False):
+        assert text.startswith(
+            "RANK = 0 and WORLD_SIZE = 1, but in the process group that is running this process "
+            "is rank 1 of 2. Unset RANK and WORLD_SIZE"
+        )
+
+
+def without_cpu():
+    group_of_ones_own("cuda:gloo")
+    with pytest.raises(ConfigError) as caught:
+        Engine()
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+def test_a_group_that_cannot_agree_on_the_cpu_is_refused():
+    for text in run_ranks(without_cpu, 2, init=False):
+        assert text.startswith("process group has the backends cuda:gloo, none for cpu")
+        assert "init_process_group('cpu:gloo,cuda:nccl')" in text
+
+
+def test_accelerate_finds_the_launch_of_the_facts_and_none_for_a_single_rank():
+    assert launch_of(LaunchFacts()) == {}
+    assert launch_of(facts(rank=5, local_rank=1, world_size=8, local_world_size=4)) == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
+def of_two_mpi_ranks():
+    """A single rank that was started by hand on a node that MPI has given."""
+    os.environ.update(OMPI_COMM_WORLD_SIZE="2", PMI_SIZE="2")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine()
+    engine.prepare(model, optimizer, None, None)
+    return engine.accelerator.num_processes, os.environ["PMI_SIZE"]
+
+
+def test_what_another_launcher_left_makes_no_ranks():
+    assert run_ranks(of_two_mpi_ranks, 1, init=False) == [(1, "2")]

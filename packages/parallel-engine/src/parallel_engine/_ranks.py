@@ -6,8 +6,10 @@ handed to `from_main`; every rank calls it.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_config import ConfigError, Problem
-from parallel_config.environment import LaunchFacts, requested_device
+from parallel_config.environment import LaunchFacts, launch_variables, requested_device
 from parallel_engine.meeting import meet
 
 T = TypeVar("T")
@@ -55,26 +57,79 @@ def connect(device: torch.device | str | None = None) -> LaunchFacts:
     """Collective: every rank. Start the process group of the launch unless there is one.
 
     `Engine` does it by itself; call it before when ranks must agree on the config first. On CUDA
-    the group has gloo beside nccl: agreements and offloaded state need a CPU backend.
+    the group has gloo beside nccl: agreements and offloaded state need a CPU backend. A group that
+    is there already says itself which rank this is, and of how many.
 
     Raises:
         ConfigError: the ranks cannot meet; says which variable is wrong or which ranks are missing.
+            Or the group that is there contradicts the launch, or lacks a backend.
     """
-    facts = LaunchFacts.read()
-    if facts.world_size == 1 or dist.is_initialized():
+    running = dist.is_initialized()
+    facts = _facts_of_group() if running else LaunchFacts.read()
+    if facts.world_size == 1:
         return facts
-    backend = "gloo"
-    if choose_device(device, facts).type == "cuda":
+    on_cuda = choose_device(device, facts).type == "cuda"
+    if on_cuda:
         torch.cuda.set_device(facts.local_rank)
-        backend = "cpu:gloo,cuda:nccl"
+    if running:
+        _require_backends("cpu", *(["cuda"] if on_cuda else []))
+        return facts
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         store=meet(facts, TIMEOUT),
         rank=facts.rank,
         world_size=facts.world_size,
         timeout=TIMEOUT,
     )
     return facts
+
+
+def _facts_of_group() -> LaunchFacts:
+    """Collective: every rank. Where this process stands in the group that is running.
+
+    Without LOCAL_RANK the ranks of a host are counted in their order.
+
+    Raises:
+        ConfigError: on every rank: RANK or WORLD_SIZE of one of them says something else.
+    """
+    _require_backends("cpu")
+    said = together(LaunchFacts.read)
+    has_number = "LOCAL_RANK" in launch_variables()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks: list[tuple[str, LaunchFacts]] = [("", said)] * world_size
+    dist.all_gather_object(ranks, (socket.gethostname(), said))
+    for number, (_, other) in enumerate(ranks):
+        if other.is_launched and (other.rank, other.world_size) != (number, world_size):
+            raise ConfigError(
+                Problem(
+                    "RANK",
+                    f"= {other.rank} and WORLD_SIZE = {other.world_size}, but in the process group "
+                    f"that is running this process is rank {number} of {world_size}.",
+                    "Unset RANK and WORLD_SIZE, or start the group with what they say.",
+                )
+            )
+    hosts = [host for host, _ in ranks]
+    return dataclasses.replace(
+        said,
+        rank=rank,
+        world_size=world_size,
+        local_rank=said.local_rank if has_number else hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+    )
+
+
+def _require_backends(*device_types: str) -> None:
+    found = dist.get_backend_config()
+    missing = set(device_types) - {pair.partition(":")[0] for pair in found.split(",")}
+    if missing:
+        raise ConfigError(
+            Problem(
+                "process group",
+                f"has the backends {found}, none for {' and '.join(sorted(missing))}; the ranks "
+                "agree with one another on the CPU.",
+                "Start it with init_process_group('cpu:gloo,cuda:nccl'), or leave it to Engine.",
+            )
+        )
 
 
 def agree(error: BaseException | None) -> None:

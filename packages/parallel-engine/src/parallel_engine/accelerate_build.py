@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from parallel_config import AcceleratorConfig, ConfigError, Kind, Problem, Topology
-from parallel_config.environment import ALLOW_VARIABLE, environment_wins
+from parallel_config.environment import ALLOW_VARIABLE, LaunchFacts, environment_wins
 from parallel_engine.cpu_fsdp import shard_on_cpu
 from parallel_engine.wrapping import WrapPolicy
 
@@ -39,7 +39,15 @@ DTYPES = {"no": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": tor
 # What accelerate itself writes into the environment while its objects are built.
 _WRITTEN = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "ACCELERATE_MIXED_PRECISION")
 
-_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What accelerate reads of a launch; of several that are set it takes now the one, now the other.
+_LAUNCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
 
 
 def build_accelerator(
@@ -49,15 +57,19 @@ def build_accelerator(
     *,
     wrap_policy: WrapPolicy | None = None,
     ignored: Sequence[nn.Module] = (),
+    facts: LaunchFacts | None = None,
 ) -> Accelerator:
     """Accelerate's view of the config; `wrap_policy` is needed when the topology is sharded.
+
+    `facts` are those of the environment by default.
 
     Raises:
         ConfigError: what accelerate ended up with differs from the config.
     """
     # Whatever an earlier Accelerator of this process left behind says nothing about this run.
     AcceleratorState._reset_state(reset_partial_state=True)
-    with _environment_as_it_was(), _alone(topology):
+    facts = LaunchFacts.read() if facts is None else facts
+    with _environment_as_it_was(), _launched_as(launch_of(facts)):
         plugin = mesh = None
         if topology.is_sharded:
             assert wrap_policy is not None, "a sharded topology needs a wrap policy"
@@ -184,16 +196,35 @@ def _environment_as_it_was() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def launch_of(facts: LaunchFacts) -> dict[str, str]:
+    """What accelerate is to find in the environment about the launch.
+
+    Nothing for a single rank, for which it would start a process group. It takes several for one
+    without LOCAL_RANK. The address is only looked for: the group is there already.
+    """
+    if facts.world_size == 1:
+        return {}
+    return {
+        "RANK": str(facts.rank),
+        "WORLD_SIZE": str(facts.world_size),
+        "LOCAL_RANK": str(facts.local_rank),
+        "LOCAL_WORLD_SIZE": str(facts.local_world_size),
+        "MASTER_ADDR": facts.master_addr or "localhost",
+        "MASTER_PORT": facts.master_port or "0",
+    }
+
+
 @contextlib.contextmanager
-def _alone(topology: Topology) -> Iterator[None]:
-    """Hide the launch of a single rank: accelerate would start a process group for it."""
-    hidden = {}
-    if topology.world_size == 1:
-        hidden = {name: os.environ.pop(name) for name in _LAUNCH if name in os.environ}
+def _launched_as(launch: dict[str, str]) -> Iterator[None]:
+    """Inside, the environment says this of the launch and nothing else."""
+    before = {name: os.environ.pop(name) for name in _LAUNCH if name in os.environ}
+    os.environ.update(launch)
     try:
         yield
     finally:
-        os.environ.update(hidden)
+        for name in _LAUNCH:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _differences(

@@ -87,11 +87,14 @@ class Engine:
         on_nonfinite: Literal["error", "skip"] = "error",
     ) -> None:
         check_environment()
-        self.facts = LaunchFacts.read()
-        self.config, self.overridden = with_environment(accelerator or AcceleratorConfig())
-        """What accelerate's variables changed in the config, where they are allowed to."""
+        self.facts: LaunchFacts = _ranks.connect(device)
         self._parallelism = parallelism or ParallelismConfig()
-        self.topology: Topology = self._parallelism.resolve(self.facts.world_size)
+        given = accelerator or AcceleratorConfig()
+        self.config, self.overridden = _ranks.together(lambda: with_environment(given))
+        """What accelerate's variables changed in the config, where they are allowed to."""
+        self.topology: Topology = _ranks.together(
+            lambda: self._parallelism.resolve(self.facts.world_size)
+        )
         for line in self.overridden if self.is_main else ():
             log.warning("the environment wins: %s", line)
         self.device = _ranks.choose_device(device, self.facts)
@@ -101,7 +104,6 @@ class Engine:
         self.metric_names = MetricNames()
         """Of every metric that any rank has given."""
         apply_determinism(self.config)
-        _ranks.connect(self.device)
         self._failures = Failures(self.rank, self.topology.world_size)
         self._order: UnitOrder | None = None
         self._accelerator: Accelerator | None = None
@@ -371,7 +373,12 @@ class Engine:
         compile_units(units, self.config.compile)
         self._accelerator = _ranks.together(
             lambda: build_accelerator(
-                self.config, self.topology, self.device, wrap_policy=policy, ignored=ignored
+                self.config,
+                self.topology,
+                self.device,
+                wrap_policy=policy,
+                ignored=ignored,
+                facts=self.facts,
             )
         )
         _move_whole(model, self.device, ignored)
