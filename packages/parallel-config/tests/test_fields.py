@@ -44,6 +44,11 @@ from parallel_config.checkpoint import parse_size
         (lambda: SchedulerConfig(min_lr_ratio=1.5), "scheduler.min_lr_ratio = 1.5"),
         (lambda: CheckpointConfig(save_freq=-1), "checkpoint.save_freq = -1"),
         (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last = 0"),
+        (
+            lambda: CheckpointConfig(keep_every=5),
+            "checkpoint.keep_every = 5, but checkpoint.keep_last = None keeps all. "
+            "Use --checkpoint.keep_last 1",
+        ),
         (lambda: CheckpointConfig(max_shard_size="5 apples"), "checkpoint.max_shard_size"),
     ],
 )

@@ -73,6 +73,8 @@ class CheckpointSaver:
         self._lock: RunLock | None = None
         self._pending: Background[Path] | None = None
         self._staging = Staging()
+        self._sequences: dict[int, int] = {}
+        """Of the committed steps whose manifest can be read; on the main rank alone."""
         try:
             self._sequence = self._open()
         except BaseException:
@@ -169,7 +171,8 @@ class CheckpointSaver:
             token = uuid.uuid4().hex
             probe = self._run.checkpoints / f"{PROBE}{token}"
             probe.write_text(token, encoding="utf-8")
-            return probe.name, token, _highest_sequence(self._run)
+            self._sequences = _sequences(self._run)
+            return probe.name, token, max(self._sequences.values(), default=0)
 
         name, token, sequence = self._ranks.on_main(take)
         probe = self._run.checkpoints / name
@@ -266,19 +269,25 @@ class CheckpointSaver:
             provenance=self._provenance,
         )
         path = commit(self._run, folder, manifest, unflushed).path
+        self._sequences[manifest.step] = manifest.sequence
         if self._on_commit is not None:
             self._on_commit(path)
         self._retire(snapshot.step)
         return path
 
     def _retire(self, step: int) -> None:
-        """Delete what retention lets go; a checkpoint that cannot be deleted is only a note."""
-        protected = {step, read_last(self._run)} - {None}
+        """Delete what retention lets go; a checkpoint that cannot be deleted is only a note.
+
+        One whose manifest cannot be read stays, and counts for nothing: it may yet be mended.
+        """
+        there = self._run.committed_steps()
+        self._sequences = {k: n for k, n in self._sequences.items() if k in there}
+        last = read_last(self._run)
         doomed = superseded(
-            self._run.committed_steps(),
+            self._sequences,
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
-            protected=[kept for kept in protected if kept is not None],
+            protected=[step] if last is None else [step, last],
         )
         for old in doomed:
             try:
@@ -301,14 +310,14 @@ def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
         )
 
 
-def _highest_sequence(run: RunFolder) -> int:
-    highest = 0
+def _sequences(run: RunFolder) -> dict[int, int]:
+    found = {}
     for step in run.committed_steps():
         try:
-            highest = max(highest, read_manifest(run.step(step)).sequence)
+            found[step] = read_manifest(run.step(step)).sequence
         except CheckpointError:
             continue  # A damaged one is reported by whoever wants to load it.
-    return highest
+    return found
 
 
 def _versions() -> dict[str, str]:
