@@ -178,12 +178,14 @@ def write_lock(path: Path, **changes: Any) -> None:
     mine.release()
     document = {
         "host": mine.holder.host,
+        "boot": mine.holder.boot,
         "pid": mine.holder.pid,
         "namespace": mine.holder.namespace,
         "started": mine.holder.started,
         "token": "other",
     }
-    path.write_text(json.dumps(document | changes))
+    document |= changes
+    path.write_text(json.dumps({key: v for key, v in document.items() if v is not None}))
 
 
 def test_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path: Path) -> None:
@@ -195,18 +197,40 @@ def test_a_dead_process_of_this_host_is_taken_over_at_once(tmp_path: Path) -> No
     lock.release()
 
 
-def test_another_host_is_watched_until_it_is_known_to_be_dead_or_alive(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host": socket.gethostname() + "-other"},
+        {"boot": "another machine of the same host name"},
+        {"boot": None},
+        {"boot": ""},
+        {"namespace": "pid:[1]"},
+    ],
+)
+def test_another_machine_is_watched_until_it_is_known_to_be_dead_or_alive(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """No process here has the start time of the holder's, so it would count as gone if local."""
     path = tmp_path / "run.lock"
-    write_lock(path, host=socket.gethostname() + "-other")
+    write_lock(path, started="1", **changes)
     lock, notes = RunLock.acquire(path, stale_s=0.5)
     assert len(notes) == 1
     lock.release()
-    write_lock(path, host=socket.gethostname() + "-other")
+    write_lock(path, started="1", **changes)
     beat = threading.Timer(0.3, os.utime, [path])
     beat.start()
     with pytest.raises(CheckpointError, match="which is alive"):
         RunLock.acquire(path, stale_s=5)
     beat.join()
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "null", '{"pid": "x"}', ""])
+def test_a_lock_that_says_nothing_is_watched_too(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    path.write_text(text)
+    lock, notes = RunLock.acquire(path, stale_s=0.5)
+    assert "its holder is gone" in notes[0]
+    lock.release()
 
 
 def test_a_lost_lock_stops_the_save(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ class Holder:
     """Who holds a lock, as written in it."""
 
     host: str
+    boot: str
+    """Of the kernel, drawn anew at each start: machines may share a host name and storage. Empty
+    where there is none, and in locks of former versions."""
     pid: int
     namespace: str
     """Of process ids: containers of one host may not see one another's processes."""
@@ -42,12 +45,17 @@ class Holder:
     def here(cls) -> Holder:
         """The process that asks, with a token of its own."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _namespace(), _started(pid), uuid.uuid4().hex)
+        host, token = socket.gethostname(), uuid.uuid4().hex
+        return cls(host, _boot(), pid, _namespace(), _started(pid), token)
 
     @property
     def is_local(self) -> bool:
-        """Whether its process is one that we could see."""
-        return self.host == socket.gethostname() and self.namespace == _namespace()
+        """Whether its process is one that we could see; false where that is not certain.
+
+        The first process namespace of every machine has the same number.
+        """
+        here = (socket.gethostname(), _boot(), _namespace())
+        return bool(self.boot) and (self.host, self.boot, self.namespace) == here
 
     @property
     def is_gone(self) -> bool:
@@ -136,12 +144,13 @@ def read_holder(path: Path) -> Holder | None:
         document = json.loads(path.read_text(encoding="utf-8"))
         return Holder(
             str(document["host"]),
+            str(document.get("boot", "")),
             int(document["pid"]),
             str(document["namespace"]),
             str(document["started"]),
             str(document["token"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -219,6 +228,13 @@ def _now(path: Path) -> float:
             return os.fstat(file.fileno()).st_mtime
     finally:
         probe.unlink(missing_ok=True)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _namespace() -> str:
