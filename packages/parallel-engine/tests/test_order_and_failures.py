@@ -195,3 +195,72 @@ def test_a_peer_ends_even_when_its_collective_never_breaks():
     outcomes = rank_outcomes(stays_after_its_error, 2, init=False)
     assert outcomes[0].exit_code == 1
     assert time.monotonic() - started < 45
+
+
+def out_of_memory(m, batch):
+    raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+
+
+def handles_an_error(again):
+    """Every rank runs out of memory and tries a smaller batch, of the same engine or another one.
+
+    The second attempt goes on for longer than a peer's error would be borne.
+    """
+    from parallel_engine import failures
+
+    failures.GRACE_S = 1.0
+    engine, model, optimizer = prepared({})
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step(model, optimizer, None, [torch.ones(8, 4)], out_of_memory)
+    if again == "another engine":
+        engine, model, optimizer = prepared({})
+    for _ in range(12):
+        engine.step(model, optimizer, None, [torch.ones(2, 4)], lambda m, b: m(b).mean())
+        time.sleep(0.25)
+    return engine, model, optimizer
+
+
+def goes_on(again):
+    handles_an_error(again)
+
+
+def fails_later_on_rank_1(again):
+    engine, model, optimizer = handles_an_error(again)
+
+    def loss_fn(m, batch):
+        if engine.rank == 1:
+            raise ValueError("of the second attempt")
+        return m(batch).mean()
+
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
+
+
+AGAIN = pytest.mark.parametrize("again", ["the same engine", "another engine"])
+
+
+@AGAIN
+def test_an_error_that_every_rank_has_handled_is_over(again):
+    run_ranks(goes_on, 2, again, init=False)
+
+
+@AGAIN
+def test_a_later_error_is_the_one_that_is_told(again):
+    outcomes = rank_outcomes(fails_later_on_rank_1, 2, again, init=False)
+    assert [o.error_type for o in outcomes] == ["PeerError", "ValueError"]
+    assert "rank 1 failed: ValueError: of the second attempt" in outcomes[0].error
+    assert "out of memory" not in outcomes[0].error
+
+
+def threads_left():
+    import gc
+    import threading
+
+    for _ in range(3):
+        engine, _, _ = prepared({})
+        del engine
+        gc.collect()
+    return [t.name for t in threading.enumerate()].count("peer-failures")
+
+
+def test_an_engine_that_is_dropped_watches_no_more():
+    assert run_ranks(threads_left, 2, init=False) == [0, 0]

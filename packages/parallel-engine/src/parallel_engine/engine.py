@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -104,7 +105,8 @@ class Engine:
         self.metric_names = MetricNames()
         """Of every metric that any rank has given."""
         apply_determinism(self.config)
-        self._failures = Failures(self.rank, self.topology.world_size)
+        name = _ranks.from_main(lambda: uuid.uuid4().hex)
+        self._failures = Failures(self.rank, self.topology.world_size, name)
         self._order: UnitOrder | None = None
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None

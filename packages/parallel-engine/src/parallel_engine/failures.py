@@ -7,12 +7,12 @@ backend does not notice, are ended by a watching thread; either way they quote t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,39 +33,57 @@ class PeerError(RuntimeError):
 
 
 class Failures:
-    """An eye on the errors of the other ranks."""
+    """An eye on the errors of the other ranks.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    What is written for one error is never read for another: each engine has a part of the store of
+    its own, and in it each error that a caller has handled is followed by a new one.
+
+    Args:
+        name: the same on every rank, and of this engine alone.
+    """
+
+    def __init__(self, rank: int, world_size: int, name: str) -> None:
         self._rank, self._world_size = rank, world_size
-        self._left = threading.Event()
+        self._name, self._num_handled = name, 0
         self._store: Any = None
+        self._left = threading.Event()
         if world_size > 1:
-            base = dist.distributed_c10d._get_default_store()
-            self._store = dist.distributed_c10d.PrefixStore("parallel_engine/failures", base)
-            thread = threading.Thread(target=self._watch, daemon=True, name="peer-failures")
-            thread.start()
-            # A thread inside a store call while the interpreter ends would abort the process.
-            atexit.register(self._stop, thread)
+            self._begin()
+
+    def _begin(self) -> None:
+        base = dist.distributed_c10d._get_default_store()
+        prefix = f"parallel_engine/failures/{self._name}/{self._num_handled}"
+        self._store = dist.distributed_c10d.PrefixStore(prefix, base)
+        self._left = threading.Event()
+        watch = (self._store, self._rank, self._left)
+        thread = threading.Thread(target=_watch, args=watch, daemon=True, name="peer-failures")
+        thread.start()
+        # Also when the interpreter ends: a thread inside a store call then aborts the process.
+        weakref.finalize(self, _stop, self._left, thread)
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
         """Around code without agreements: its error reaches the peers.
 
-        An agreed error (`ConfigError`) is everybody's already and passes.
+        An agreed error (`ConfigError`) is everybody's already and passes. Who enters again has
+        handled the last error; every rank must have, or is ended.
 
         Raises:
             PeerError: a collective broke because another rank had failed, or is gone.
         """
+        if self._store is not None and self._left.is_set():
+            self._num_handled += 1
+            self._begin()
         try:
             yield
         except (ConfigError, PeerError):
             raise
         except Exception as error:
-            if self._store is None:
+            if self._store is None or self._left.is_set():
                 raise
             cause = self._tell(error)
             self._left.set()
-            if cause is not None and isinstance(error, RuntimeError):
+            if cause is not None and _is_of_a_collective(error):
                 raise PeerError(cause) from error
             raise
 
@@ -96,21 +114,30 @@ class Failures:
         ranks = range(self._world_size)
         return [rank for rank in ranks if not self._store.check([f"heard/{rank}"])]
 
-    def _watch(self) -> None:
-        while not self._left.wait(POLL_S):
-            try:
-                if not self._store.check(["error"]):
-                    continue
-                text = self._store.get("error").decode()
-                self._store.set(f"heard/{self._rank}", "")
-            except RuntimeError:
-                return
-            if not self._left.wait(GRACE_S):
-                print(f"parallel_engine: rank {self._rank} ends: {text}", file=sys.stderr)
-                sys.stderr.flush()
-                os._exit(1)
-            return
 
-    def _stop(self, thread: threading.Thread) -> None:
-        self._left.set()
+def _is_of_a_collective(error: Exception) -> bool:
+    """Whether a peer that is gone may be the reason; running out of memory is a rank's own."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def _watch(store: Any, rank: int, left: threading.Event) -> None:
+    """Until `left` is set. A peer's error ends the process unless that happens soon after."""
+    while not left.wait(POLL_S):
+        try:
+            if not store.check(["error"]):
+                continue
+            text = store.get("error").decode()
+            store.set(f"heard/{rank}", "")
+        except RuntimeError:
+            return
+        if not left.wait(GRACE_S):
+            print(f"parallel_engine: rank {rank} ends: {text}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+        return
+
+
+def _stop(left: threading.Event, thread: threading.Thread) -> None:
+    left.set()
+    if thread is not threading.current_thread():
         thread.join(timeout=2 * POLL_S)
