@@ -90,7 +90,7 @@ def test_what_its_forward_returns_is_read() -> None:
     assert loss.total.shape == ()
     assert loss.total.requires_grad
     assert loss.weight.item() == 5  # every sample counts alike
-    assert set(metrics) == {"loss", "n"}
+    assert set(metrics) == {"policy_loss", "n"}  # `loss` is what the run itself calls so
     assert metrics["n"].item() == 2
     assert all(isinstance(v, Tensor) and v.shape == () for v in metrics.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -37,10 +38,22 @@ class Row:
     extra: Mapping[str, Value] = field(default_factory=dict)
     """The policy's own metrics, and counters."""
 
+    @staticmethod
+    def name_of(metric: str) -> str:
+        """The name under which a policy's metric goes into `extra`.
+
+        What the run itself says keeps its names; a policy may well return a `loss` of its own.
+        """
+        taken = metric in _OWN_NAMES or metric.startswith("eval_")
+        return f"policy_{metric}" if taken else metric
+
     def to_json(self) -> str:
         """One line, floats in full precision (NaN and infinities as Python writes them)."""
         fixed = {k: v for k, v in vars(self).items() if k != "extra"}
         return json.dumps({**fixed, **self.extra})
+
+
+_OWN_NAMES = {"mfu", "skipped", *(f.name for f in dataclasses.fields(Row))}
 
 
 class Sink(Protocol):

@@ -32,6 +32,7 @@ from parallel_train.data.split import split_episodes
 from parallel_train.policies.answers import read_answer
 from parallel_train.policies.factory import build_policy, load_pretrained, policy_json
 from parallel_train.processors import Preprocessor
+from parallel_train.sinks import Row
 
 LossFn = Callable[[nn.Module, Batch], tuple[Loss, dict[str, Tensor]]]
 
@@ -196,14 +197,16 @@ def policy_loss(
 ) -> tuple[Loss, dict[str, Tensor]]:
     """The policy's loss on a batch of the dataset, weighted so that any split of it adds up.
 
-    A policy that states no `loss_weight` counts every sample alike.
+    A policy that states no `loss_weight` counts every sample alike. Metrics have the names of
+    `Row.name_of`.
     """
     batch, policy = preprocessor(batch), unwrap(model)
     loss, metrics = read_answer(model(batch), type(policy).__name__)
     weigh = getattr(policy, "loss_weight", None)
     weight = weigh(batch) if weigh is not None else torch.tensor(len(next(iter(batch.values()))))
     weight = weight.to(loss.device, torch.float32)
-    return Loss(total=loss * weight, weight=weight), metrics
+    named = {Row.name_of(name): value for name, value in metrics.items()}
+    return Loss(total=loss * weight, weight=weight), named
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
