@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.hashing import flush_files, hashed_file
 from parallel_ckpt.layout import (
     DELETED,
@@ -20,12 +22,13 @@ from parallel_ckpt.layout import (
     PROBE,
     REPLACED,
     TEMPORARY,
+    Hidden,
     RunFolder,
     StepFolder,
     parse_step,
     step_name,
 )
-from parallel_ckpt.manifest import Manifest
+from parallel_ckpt.manifest import Manifest, read_manifest
 
 
 def begin(run: RunFolder, step: int) -> StepFolder:
@@ -38,11 +41,15 @@ def begin(run: RunFolder, step: int) -> StepFolder:
 
 def commit(
     run: RunFolder, temporary: StepFolder, manifest: Manifest, unflushed: Iterable[Path] = ()
-) -> StepFolder:
+) -> list[str]:
     """Turn a fully written folder into the checkpoint of its step, and point `last` at it.
 
     Every file but the manifest and those in `unflushed` must be on disk already. A former
-    checkpoint of the step makes way.
+    checkpoint of the step makes way. Returns a line for each thing that did not succeed once the
+    checkpoint existed: it exists all the same.
+
+    Raises:
+        OSError: there is no new checkpoint, and the former one is where it was.
     """
     with hashed_file(temporary.manifest, flush=False) as file:
         file.write(manifest.to_json().encode())
@@ -52,10 +59,19 @@ def commit(
     former = run.hidden(manifest.step, REPLACED, _token())
     if os.path.lexists(final.path):
         os.rename(final.path, former)
-    os.rename(temporary.path, final.path)
-    point_last(run, manifest.step)
-    _remove(former)
-    return final
+    try:
+        os.rename(temporary.path, final.path)
+    except OSError:
+        if os.path.lexists(former):
+            os.rename(former, final.path)
+        raise
+    notes: list[str] = []
+    with _noting(notes, f"{run.last}: does not point at {final.path.name} yet"):
+        point_last(run, manifest.step)
+    with _noting(notes, f"{final.path}: saved; what it replaced is not removed"):
+        if os.path.lexists(former):
+            _take_apart(run, former, manifest.step)
+    return notes
 
 
 def abandon(temporary: StepFolder) -> None:
@@ -65,34 +81,60 @@ def abandon(temporary: StepFolder) -> None:
 
 def delete(run: RunFolder, step: int) -> None:
     """Take a checkpoint away; at no moment is there half a checkpoint under its name."""
-    doomed = run.hidden(step, DELETED, _token())
-    os.rename(run.step(step).path, doomed)
-    _remove(doomed)
+    _take_apart(run, run.step(step).path, step)
 
 
 def mend(run: RunFolder) -> list[str]:
-    """Clear what saves that died have left; a line for each thing done.
+    """Clear what saves that died have left; a line for each thing done, or that cannot be done.
 
     Only the holder of the run's lock may call it: to anyone else the same folders are a save at
     work.
+
+    Raises:
+        OSError: a checkpoint that a replacement has moved aside cannot be put back.
     """
     notes: list[str] = []
+    for aside in _moved_aside(run):
+        home = run.step(aside.step).path
+        os.rename(aside.path, home)
+        notes.append(f"{home}: put back; its replacement was never finished.")
     for hidden in run.hidden_folders():
-        home = run.step(hidden.step).path
-        if hidden.role == REPLACED and not os.path.lexists(home):
-            os.rename(hidden.path, home)
-            notes.append(f"{home}: put back; its replacement was never finished.")
-        else:
-            _remove(hidden.path)
-            notes.append(f"{hidden.path.name}: removed; it was left by a save that did not finish.")
+        name = hidden.path.name
+        with _noting(notes, f"{name}: left by a save that did not finish, and not removed"):
+            if hidden.role == REPLACED:
+                _take_apart(run, hidden.path, hidden.step)
+            else:
+                _remove(hidden.path)
+            notes.append(f"{name}: removed; it was left by a save that did not finish.")
     steps = run.committed_steps()
     if steps and os.path.islink(run.last) and not run.last.exists():
-        point_last(run, steps[-1])
-        notes.append(f"{run.last}: pointed at nothing; now at {step_name(steps[-1])}.")
+        with _noting(notes, f"{run.last}: points at nothing"):
+            point_last(run, steps[-1])
+            notes.append(f"{run.last}: pointed at nothing; now at {step_name(steps[-1])}.")
     for pattern in (f".{LAST}.*", f"{PROBE}*"):
         for leftover in run.checkpoints.glob(pattern):
-            leftover.unlink(missing_ok=True)
+            with _noting(notes, f"{leftover}: not removed"):
+                leftover.unlink(missing_ok=True)
     return notes
+
+
+def _moved_aside(run: RunFolder) -> list[Hidden]:
+    """Of each step that is missing, the former checkpoint that was committed last."""
+    found: dict[int, Hidden] = {}
+    for hidden in run.hidden_folders():
+        if hidden.role != REPLACED or os.path.lexists(run.step(hidden.step).path):
+            continue
+        other = found.get(hidden.step)
+        if other is None or _sequence(hidden) > _sequence(other):
+            found[hidden.step] = hidden
+    return list(found.values())
+
+
+def _sequence(hidden: Hidden) -> int:
+    try:
+        return read_manifest(StepFolder(hidden.path)).sequence
+    except CheckpointError:
+        return -1
 
 
 def point_last(run: RunFolder, step: int) -> None:
@@ -146,11 +188,32 @@ def _flush_folders(root: Path) -> None:
         flush_folder(Path(path))
 
 
+def _take_apart(run: RunFolder, path: Path, step: int) -> None:
+    """Remove a checkpoint under a name by which it is never put back half removed."""
+    doomed = run.hidden(step, DELETED, _token())
+    os.rename(path, doomed)
+    _remove(doomed)
+
+
 def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif path.exists():
+    else:
         shutil.rmtree(path)
+
+
+@contextmanager
+def _noting(notes: list[str], what: str) -> Iterator[None]:
+    """Turn an error of the file system into a line; nothing that is kept hangs on it."""
+    try:
+        yield
+    except OSError as error:
+        notes.append(f"{what}: {reason(error)}")
+
+
+def reason(error: OSError) -> str:
+    """What the file system said, and of which file."""
+    return f"{error.strerror or error}" + (f" ({error.filename})." if error.filename else ".")
 
 
 def _token() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import platform
 import uuid
@@ -16,7 +17,7 @@ from torch import nn
 from parallel_ckpt import dcp_writer
 from parallel_ckpt._ranks import DEADLINE_S, Ranks
 from parallel_ckpt.background import Background, Staging
-from parallel_ckpt.commit import abandon, begin, commit, delete, mend, read_last
+from parallel_ckpt.commit import abandon, begin, commit, delete, mend, read_last, reason
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.hashing import hash_bytes
 from parallel_ckpt.layout import (
@@ -55,8 +56,9 @@ class CheckpointSaver:
         """Collective: every rank. Lock the run folder, check that all ranks see it, and mend it.
 
         `provenance` is kept in each manifest; `on_note` is called on the main rank with a line for
-        everything that was taken over, put back or removed. `on_commit` is called there with each
-        checkpoint once it is committed, before retention deletes any; other ranks wait for it.
+        everything that was taken over, put back or removed, or cannot be. `on_commit` is called
+        there with each checkpoint once it is committed, before retention deletes any; other ranks
+        wait for it. What it raises becomes a note: the checkpoint is there.
 
         Raises:
             CheckpointError: another run writes here, or a rank does not see the folder.
@@ -75,8 +77,10 @@ class CheckpointSaver:
         self._staging = Staging()
         self._sequences: dict[int, int] = {}
         """Of the committed steps whose manifest can be read; on the main rank alone."""
+        self._sequence = 0
+        """The highest one given so far; on the main rank alone."""
         try:
-            self._sequence = self._open()
+            self._open()
         except BaseException:
             self._release()
             raise
@@ -107,8 +111,9 @@ class CheckpointSaver:
         returns once this rank's shards are copied; the folder exists after `wait`.
 
         Raises:
-            CheckpointError: the same on every rank, when any rank failed; the former checkpoints
-                and `last` are untouched.
+            CheckpointError: the same on every rank, when any rank failed; there is no new
+                checkpoint then, the former ones and `last` are untouched. Once it is committed,
+                only notes tell of what failed (`last`, `on_commit`, deleting old ones).
         """
         self.wait()
         self._ranks.enter("CheckpointSaver.save")
@@ -160,10 +165,10 @@ class CheckpointSaver:
             self._background_ranks.leave()
         self._ranks.leave()
 
-    def _open(self) -> int:
-        """Lock, check and mend the folder; the highest sequence number that it holds."""
+    def _open(self) -> None:
+        """Lock, mend and check the folder."""
 
-        def take() -> tuple[str, str, int]:
+        def take() -> tuple[str, str]:
             self._run.checkpoints.mkdir(parents=True, exist_ok=True)
             self._lock, notes = RunLock.acquire(self._run.lock)
             for note in [*notes, *mend(self._run)]:
@@ -172,16 +177,16 @@ class CheckpointSaver:
             probe = self._run.checkpoints / f"{PROBE}{token}"
             probe.write_text(token, encoding="utf-8")
             self._sequences = _sequences(self._run)
-            return probe.name, token, max(self._sequences.values(), default=0)
+            self._sequence = max(self._sequences.values(), default=0)
+            return probe.name, token
 
-        name, token, sequence = self._ranks.on_main(take)
+        name, token = self._ranks.on_main(take)
         probe = self._run.checkpoints / name
         try:
             self._ranks.attempt(lambda: _read_back(self._run, probe, token, self._ranks.rank))
         finally:
             if self._ranks.is_main:
                 probe.unlink(missing_ok=True)
-        return sequence
 
     def _agreed_snapshot(
         self, *, train_config: str | None, model_files: Mapping[str, str | bytes], **given: Any
@@ -223,7 +228,6 @@ class CheckpointSaver:
             if ranks.is_main:
                 abandon(folder)
             raise
-        self._sequence += 1
         return Path(path)
 
     def _begin(self, step: int) -> Path:
@@ -257,10 +261,11 @@ class CheckpointSaver:
     ) -> Path:
         assert self._lock is not None
         self._lock.check()
+        self._sequence += 1  # a number that might have been committed is never given again
         manifest = Manifest(
             step=snapshot.step,
             samples_seen=snapshot.samples_seen,
-            sequence=self._sequence + 1,
+            sequence=self._sequence,
             topology=self._topology,
             checkpoint_format=self._format,
             files=tuple(sorted(files, key=lambda record: record.path)),
@@ -268,19 +273,35 @@ class CheckpointSaver:
             versions=_versions(),
             provenance=self._provenance,
         )
-        path = commit(self._run, folder, manifest, unflushed).path
+        path = self._run.step(snapshot.step).path
+        notes = commit(self._run, folder, manifest, unflushed)
         self._sequences[manifest.step] = manifest.sequence
-        if self._on_commit is not None:
-            self._on_commit(path)
-        self._retire(snapshot.step)
+        # From here on the checkpoint exists: nothing may make it look as if the save had failed.
+        notes += [*self._announce(path), *self._retire(snapshot.step)]
+        with contextlib.suppress(Exception):
+            for note in notes:
+                self._on_note(note)
         return path
 
-    def _retire(self, step: int) -> None:
-        """Delete what retention lets go; a checkpoint that cannot be deleted is only a note.
+    def _announce(self, path: Path) -> list[str]:
+        try:
+            if self._on_commit is not None:
+                self._on_commit(path)
+        except Exception as error:
+            return [f"{path}: saved; on_commit failed: {type(error).__name__}: {error}"]
+        return []
 
-        One whose manifest cannot be read stays, and counts for nothing: it may yet be mended.
+    def _retire(self, step: int) -> list[str]:
+        """Delete what retention lets go; lines about what cannot be deleted.
+
+        A checkpoint whose manifest cannot be read stays, and counts for nothing: it may yet be
+        mended.
         """
-        there = self._run.committed_steps()
+        notes: list[str] = []
+        try:
+            there = self._run.committed_steps()
+        except OSError as error:
+            return [f"{self._run.checkpoints}: old ones are not deleted: {reason(error)}"]
         self._sequences = {k: n for k, n in self._sequences.items() if k in there}
         last = read_last(self._run)
         doomed = superseded(
@@ -293,7 +314,8 @@ class CheckpointSaver:
             try:
                 delete(self._run, old)
             except OSError as error:
-                self._on_note(f"{self._run.step(old).path}: not deleted: {error.strerror}.")
+                notes.append(f"{self._run.step(old).path}: not deleted: {reason(error)}")
+        return notes
 
 
 def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
