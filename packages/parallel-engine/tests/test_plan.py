@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,7 @@ from parallel_config import (
     ParallelismConfig,
 )
 from parallel_engine import Engine, plan
-from parallel_engine.plan import param_groups
+from parallel_engine.plan import _empty_chunks_shared, param_groups
 from parallel_testing.ranks import run_ranks
 
 
@@ -269,6 +270,27 @@ def test_64_ranks_of_a_6b_model_take_seconds():
     assert "hsdp on 64 rank(s): dp_replicate 8 x dp_shard 8" in planned.render()
     assert json.loads(planned.to_json())["units"][1]["name"] == planned.units[1].name
     assert not dist.is_initialized()
+
+
+def test_the_largest_cluster_takes_seconds_too():
+    """FSDP2 made an empty tensor for every rank and parameter: this took minutes."""
+    started = time.monotonic()
+    planned = plan(Model, ParallelismConfig(dp_shard=-1), AcceleratorConfig(), 2**17)
+    assert time.monotonic() - started < 20
+    assert planned.units[0].shard_bytes > 0
+
+
+@pytest.mark.parametrize(("size", "count"), [(3, 5), (5, 3), (4, 4), (1, 1)])
+def test_canary_fsdp2_cuts_parameters_as_the_plan_has_it(size, count):
+    original = _fsdp_param._chunk_with_empty
+    tensor = torch.arange(2.0 * size).reshape(size, 2)
+    with _empty_chunks_shared():
+        assert _fsdp_param._chunk_with_empty is not original
+        ours = _fsdp_param._chunk_with_empty(tensor, count, dim=0)
+    assert _fsdp_param._chunk_with_empty is original
+    theirs = original(tensor, count, dim=0)
+    assert len(ours) == len(theirs) == count
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_plan_is_refused_like_the_run():

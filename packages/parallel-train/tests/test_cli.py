@@ -1,6 +1,7 @@
 """The command line: every spelling that is promised, and every wrong input as one block."""
 
 import json
+import time
 
 import pytest
 
@@ -127,6 +128,24 @@ def test_an_empty_word_is_no_path_and_no_name(words, message, capsys):
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert said[1].startswith(message) or message in said[1]
+
+
+@pytest.mark.parametrize("ranks", ["0", "-3", "1000000", "9999999999999"])
+def test_a_plan_for_no_cluster_is_refused(ranks, capsys):
+    assert run(["plan", f"--world_size={ranks}"]) == 2
+    said = capsys.readouterr().err
+    assert f"world_size = {int(ranks):,}, but a plan is made for 1 to 131,072 ranks." in said
+    assert "Use --world_size 64." in said
+
+
+@pytest.mark.parametrize("degrees", [(1, -1), (16, 8192), (16384, 8)])
+def test_a_plan_for_the_largest_cluster_takes_seconds(degrees, capsys):
+    replicate, shard = (str(degree) for degree in degrees)
+    words = ["--parallelism.dp_replicate", replicate, "--parallelism.dp_shard", shard]
+    began = time.monotonic()
+    assert run(["plan", "--world_size", "131072", *words]) == 0
+    assert time.monotonic() - began < 60  # 10 s at most here; it took hours
+    assert "131072 rank(s)" in capsys.readouterr().out
 
 
 def test_lists_and_none():

@@ -193,8 +193,28 @@ def _shard(model: nn.Module, config: AcceleratorConfig, mesh: DeviceMesh) -> Non
         mixed_precision=config.mixed_precision,
         is_main_process=False,
     )
-    with containers_out_of_size(model, policy):
+    with containers_out_of_size(model, policy), _empty_chunks_shared():
         fsdp2_prepare_model(stand_in, model)
+
+
+@contextlib.contextmanager
+def _empty_chunks_shared() -> Iterator[None]:
+    """Inside, FSDP2 makes one empty tensor for all ranks beyond a parameter's size.
+
+    It makes one for each rank, of each parameter, to look at its own: minutes for thousands.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def chunks(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        found = list(torch.chunk(tensor, num_chunks, dim=dim))
+        return found + [found[0].new_empty(0)] * (num_chunks - len(found))
+
+    original = _fsdp_param._chunk_with_empty
+    _fsdp_param._chunk_with_empty = chunks
+    try:
+        yield
+    finally:
+        _fsdp_param._chunk_with_empty = original
 
 
 def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[UnitPlan, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, Problem
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import PlanCommand
 from parallel_train.cli.parsing import Parsed
 from parallel_train.config import TrainConfig
+
+MAX_RANKS = 2**17
+"""More than any cluster has; torch's tables of ranks grow with it, up to seconds here."""
 
 
 def run(parsed: Parsed) -> int:
@@ -19,6 +22,11 @@ def run(parsed: Parsed) -> int:
 
     command: PlanCommand = parsed.command
     config = command.run
+    if not 1 <= command.world_size <= MAX_RANKS:
+        found = f"= {command.world_size:,}, but a plan is made for 1 to {MAX_RANKS:,} ranks."
+        return fail(
+            ConfigError(Problem("world_size", found, "Use --world_size 64.")), "ptrain plan"
+        )
     try:
         spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
         found = plan(
