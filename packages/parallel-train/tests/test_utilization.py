@@ -7,7 +7,7 @@ from parallel_train.config import LoggingConfig, TrainConfig
 from parallel_train.data.config import DatasetConfig
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.factory import build_policy
-from parallel_train.task import build_datasets
+from parallel_train.task import build_datasets, never_trained
 from parallel_train.utilization import flops_per_sample, samples_per_s_at_peak
 
 DATASET = DatasetConfig(episodes=(0,))
@@ -51,3 +51,17 @@ def test_a_policy_that_needs_values_says_why(monkeypatch):
     peak, why = samples_per_s_at_peak(config, dataset, torch.device("cpu"), 1)
     assert peak is None
     assert "does not run on the meta device" in why
+
+
+def test_actions_beyond_every_episode_are_told():
+    longest = max(e.end - e.first for e in build_datasets(act())[0].metadata.episodes)
+    for chunk_size in (longest, longest + 1, 5000):
+        config = TrainConfig(policy=ACTConfig(chunk_size=chunk_size), dataset=DATASET)
+        said = never_trained(config, build_datasets(config)[0])
+        if chunk_size == longest:
+            assert said is None
+        else:
+            assert said == (
+                f"the policy predicts {chunk_size:,} actions, but the longest episode has "
+                f"{longest} frames: what comes after {longest} is computed and never trained"
+            )

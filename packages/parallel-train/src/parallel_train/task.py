@@ -28,6 +28,7 @@ from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.metadata import read_metadata
 from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
+from parallel_train.data.spec import ACTION
 from parallel_train.data.split import split_episodes
 from parallel_train.policies.answers import read_answer
 from parallel_train.policies.factory import build_policy, load_pretrained, policy_json
@@ -155,6 +156,18 @@ def _without_values(message: str, way: str) -> ConfigError:
 
 def _first_line(error: RuntimeError) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".:")
+
+
+def never_trained(config: TrainConfig, dataset: LeRobotDataset) -> str | None:
+    """A line where a policy predicts further than any episode lasts: that costs time for nothing."""
+    asked = len(config.policy.delta_timestamps(dataset.fps).get(ACTION, ()))
+    longest = max(episode.end - episode.first for episode in dataset.metadata.episodes)
+    if asked <= longest:
+        return None
+    return (
+        f"the policy predicts {asked:,} actions, but the longest episode has {longest:,} frames: "
+        f"what comes after {longest:,} is computed and never trained"
+    )
 
 
 def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset | None]:

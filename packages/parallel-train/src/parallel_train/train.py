@@ -31,7 +31,7 @@ from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
 from parallel_train.start import Start, decide_start, under_environment
-from parallel_train.task import HeldOut, Task, build_task, seed_rank
+from parallel_train.task import HeldOut, Task, build_task, never_trained, seed_rank
 from parallel_train.tracking import check_tracking, tracking_sinks
 from parallel_train.utilization import samples_per_s_at_peak
 
@@ -116,7 +116,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     if start.checkpoint is not None:
         notes += _fill(prepared, start, start.checkpoint)
     peak, why = samples_per_s_at_peak(config, task.dataset, engine.device, facts.world_size)
-    notes += filter(None, [why])
+    notes += filter(None, [why, never_trained(config, task.dataset)])
     text = SCHEMA.dump(config)
     from_main(lambda: _open_folder(start, text, step))
     seed_rank(config.seed, engine.rank)
