@@ -159,7 +159,7 @@ def _first_line(error: RuntimeError) -> str:
 
 
 def never_trained(config: TrainConfig, dataset: LeRobotDataset) -> str | None:
-    """A line where a policy predicts further than any episode lasts: that costs time for nothing."""
+    """A line where a policy predicts further than any episode lasts: time spent for nothing."""
     asked = len(config.policy.delta_timestamps(dataset.fps).get(ACTION, ()))
     longest = max(episode.end - episode.first for episode in dataset.metadata.episodes)
     if asked <= longest:

@@ -23,9 +23,9 @@ def run(parsed: Parsed) -> int:
     command: PlanCommand = parsed.command
     config = command.run
     if not 1 <= command.world_size <= MAX_RANKS:
-        found = f"= {command.world_size:,}, but a plan is made for 1 to {MAX_RANKS:,} ranks."
+        message = f"= {command.world_size:,}, but a plan is made for 1 to {MAX_RANKS:,} ranks."
         return fail(
-            ConfigError(Problem("world_size", found, "Use --world_size 64.")), "ptrain plan"
+            ConfigError(Problem("world_size", message, "Use --world_size 64.")), "ptrain plan"
         )
     try:
         spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
