@@ -460,3 +460,53 @@ def accelerate_on_meta():
 def test_accelerate_loses_the_parameters_of_a_model_on_meta():
     """Once it does not, materialize.shard_alone need not hide the optimizer from it."""
     assert run_ranks(accelerate_on_meta, 2) == [1, 1]
+
+
+def fails_on_rank_1(degrees, where):
+    """Where another rank meanwhile is in a collective, of ours, accelerate's or the user's."""
+    with parameters_on_meta():
+        model = Hesitant() if where == "model" else Model()
+    engine = Engine(parallelism=ParallelismConfig(**degrees), device="cpu")
+
+    def fail(here):
+        if where == here and engine.rank == 1:
+            raise OSError(5, "Input/output error", "model.safetensors")
+
+    def fill(model):
+        fail("fill")
+        if "fill" in where:
+            dist.broadcast_object_list(["a collective of a reader"], src=0)
+        fail("fill, later")
+        initialize(model)
+
+    def optimizer(model):
+        fail("optimizer")
+        return make_optimizer(model)
+
+    engine.prepare(model, optimizer, None, None, fill=fill)
+
+
+class Hesitant(Model):
+    """Cannot be moved by rank 1, which accelerate tries under DDP."""
+
+    def to(self, *args, **kwargs):
+        if dist.get_rank() == 1:
+            raise OSError(5, "Input/output error", "model.safetensors")
+        return super().to(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("ddp", "fill"),
+        ("fsdp", "fill"),
+        ("fsdp", "fill, later"),
+        ("fsdp", "optimizer"),
+        ("ddp", "model"),
+    ],
+)
+def test_who_fails_between_collectives_of_prepare_is_named_on_every_rank(kind, where):
+    world_size, degrees = KINDS[kind]
+    outcomes = rank_outcomes(fails_on_rank_1, world_size, degrees, where, init=False)
+    assert [o.error_type for o in outcomes] == ["PeerError", "OSError"]
+    assert "rank 1 failed: OSError: [Errno 5] Input/output error" in outcomes[0].error

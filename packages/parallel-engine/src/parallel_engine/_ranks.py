@@ -152,7 +152,11 @@ def agree(error: BaseException | None) -> None:
 
 
 def together(fn: Callable[[], T]) -> T:
-    """Collective: every rank. `fn()` on every rank; an error on one is raised on all."""
+    """Collective: every rank. `fn()` on every rank; an error on one is raised on all.
+
+    `fn` has no collectives of its own: where one rank failed before them, its agreement would be
+    taken for theirs. What has some goes under `Engine.telling_peers()`.
+    """
     try:
         value, error = fn(), None
     except Exception as caught:

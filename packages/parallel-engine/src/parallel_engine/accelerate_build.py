@@ -59,12 +59,9 @@ def build_accelerator(
     ignored: Sequence[nn.Module] = (),
     facts: LaunchFacts | None = None,
 ) -> Accelerator:
-    """Accelerate's view of the config; `wrap_policy` is needed when the topology is sharded.
+    """Collective where sharded. Accelerate's view of the config; `wrap_policy` is needed then.
 
     `facts` are those of the environment by default.
-
-    Raises:
-        ConfigError: what accelerate ended up with differs from the config.
     """
     # Whatever an earlier Accelerator of this process left behind says nothing about this run.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -93,10 +90,20 @@ def build_accelerator(
         )
         if plugin is not None and on_cpu:
             shard_on_cpu(accelerator, plugin, mesh)
+    return accelerator
+
+
+def require_as_configured(
+    accelerator: Accelerator, config: AcceleratorConfig, topology: Topology, device: torch.device
+) -> None:
+    """Compare what accelerate ended up with.
+
+    Raises:
+        ConfigError: it differs from the config; names the variables.
+    """
     problems = list(_differences(accelerator, config, topology, device))
     if problems and not environment_wins():
         raise ConfigError(problems, source="accelerate")
-    return accelerator
 
 
 def mixed_precision_policy(config: AcceleratorConfig) -> MixedPrecisionPolicy:

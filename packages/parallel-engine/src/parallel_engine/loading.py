@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ _SAMPLERS = ("batch_sampler", "sampler")
 
 
 class DeviceLoader:
-    """A loader of this rank's batches, moved to its device."""
+    """A loader of this rank's batches, moved to its device; otherwise as the loader within."""
 
     def __init__(self, loader: Any, device: torch.device) -> None:
         self.loader, self.device = loader, device
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not there yet, while one is unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
@@ -39,6 +44,29 @@ class DeviceLoader:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+
+class Moved(Sequence[Any]):
+    """A window of micro-batches; each moves to the device when it is taken, not all at once."""
+
+    def __init__(self, batches: Sequence[Any], device: torch.device) -> None:
+        self._batches, self._device = batches, device
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Moved(self._batches[index], self._device)
+        return to_device(self._batches[index], self._device)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader and its samplers which pass over the data begins, as far as they ask."""
+    owners = [loader, *(getattr(loader, name, None) for name in _SAMPLERS)]
+    for tell in [getattr(owner, "set_epoch", None) for owner in owners]:
+        if tell is not None:
+            tell(epoch)
 
 
 def prepare_loader(loader: Any, accelerator: Accelerator, device: torch.device) -> Any:
@@ -67,7 +95,8 @@ def prepare_loader(loader: Any, accelerator: Accelerator, device: torch.device) 
         )
     if not isinstance(loader, DataLoader):
         return DeviceLoader(loader, device)
-    return accelerator.prepare_data_loader(loader)
+    cut_now = accelerator.prepare_data_loader(loader, device_placement=False)
+    return DeviceLoader(cut_now, device)
 
 
 def _parts(loader: Any) -> Iterator[Any]:
@@ -87,9 +116,14 @@ def _is_cut(part: Any) -> bool:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors of a nested batch on `device`; everything else as it is."""
+    """Tensors of a nested batch on `device`, and whatever knows to move itself; the rest as it is.
+
+    Also a tokenizer's BatchEncoding and a TensorDict, which stay what they are.
+    """
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple

@@ -2,7 +2,8 @@
 
 Units of equal shape that run in a different order on two ranks pair their all-gathers: each rank
 computes with a mix of both units' shards, and nothing raises. So each rank notes the order in which
-its units ran, and a short hash of it rides on the reduction that every step makes anyway.
+its units ran, and the ranks compare a short hash of it after every window of micro-batches: before
+the host waits for the device, whose collectives never end where the number of units differs.
 
 The order is one over all ranks, not only over those that share a copy of the weights: replicas
 reduce their gradients unit after unit, and pair them in the same blind way.
@@ -30,9 +31,10 @@ class UnitOrderError(RuntimeError):
 
 
 class UnitOrder:
-    """The order in which this rank's units ran since the last check."""
+    """The order in which this rank's units ran since it was compared."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self._world_size = world_size
         self._ran: list[str] = []
         for name, module in model.named_modules():
             if _is_unit(module):
@@ -44,31 +46,27 @@ class UnitOrder:
 
         return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
-    def take(self) -> list[str]:
-        """The units that ran, and begin anew."""
+    def forget(self) -> None:
+        """Begin anew."""
+        self._ran.clear()
+
+    def difference(self) -> str | None:
+        """Collective: every rank. Compare what ran since the last time, and begin anew.
+
+        The same on every rank: the first unit that differs and the ranks' numbers, or None.
+        """
         ran = self._ran[:]
         self._ran.clear()
-        return ran
-
-
-def moments(ran: list[str]) -> list[float]:
-    """A hash of the order and its square: after a sum over ranks they tell whether all agree."""
-    value = float(zlib.crc32("\n".join(ran).encode()) % (1 << _HASH_BITS))
-    return [value, value * value]
-
-
-def require_same(sums: list[float], world_size: int, ran: list[str]) -> None:
-    """Collective: every rank. Check the summed `moments`; they have no spread when all agree.
-
-    Raises:
-        UnitOrderError: on every rank, with the first unit that differs and the ranks' numbers.
-    """
-    total, squares = sums
-    if squares * world_size == total * total:
-        return
-    orders: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(orders, ran)
-    raise UnitOrderError(_explain(orders))
+        value = float(zlib.crc32("\n".join(ran).encode()) % (1 << _HASH_BITS))
+        # The sum and the sum of squares over ranks have no spread when all agree.
+        sums = torch.tensor([value, value * value], dtype=torch.float64)
+        dist.all_reduce(sums)
+        total, squares = sums.tolist()
+        if squares * self._world_size == total * total:
+            return None
+        orders: list[list[str]] = [[]] * self._world_size
+        dist.all_gather_object(orders, ran)
+        return _explain(orders)
 
 
 def _is_unit(module: nn.Module) -> bool:

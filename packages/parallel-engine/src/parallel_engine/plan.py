@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from parallel_config import AcceleratorConfig, ParallelismConfig, Topology, clean_fqn
 from parallel_engine import preflight
 from parallel_engine.accelerate_build import fsdp_plugin, mixed_precision_policy
-from parallel_engine.wrapping import containers_out_of_size, resolve_wrap_policy
+from parallel_engine.wrapping import containers_out_of_size, param_groups, resolve_wrap_policy
 
 _TINY = 1_000_000
 
@@ -252,15 +251,6 @@ def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[
                 )
             )
     return tuple(units)
-
-
-def param_groups(module: FSDPModule) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers and reduces at once; a unit usually has one."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group  # torch 2.11 knows one group per unit
-    return [] if group is None else [group]
 
 
 def _width(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:

@@ -6,8 +6,9 @@ data-parallel ranks, so that an update does not depend on how its global batch i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import clean_fqn
+from parallel_engine.loading import to_device
 from parallel_engine.metrics import MetricNames
 
 Metrics = Mapping[str, Tensor]
@@ -35,12 +37,15 @@ class Loss:
 
 
 LossFn = Callable[[nn.Module, Any], Any]
-"""`(model, batch) -> loss` or `(loss, metrics)`; a loss is a 0-dim mean, or a `Loss`."""
+"""`(model, batch) -> loss` or `(loss, metrics)`; a loss is a 0-dim mean, or a `Loss`.
+
+Metrics are numbers by name. The batch is on the engine's device.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one update did; plain numbers, equal on every rank."""
+    """What one update did; plain numbers, equal on every rank but `seconds`."""
 
     loss: float
     """Sum of totals over sum of weights, over the global batch."""
@@ -88,7 +93,7 @@ def run_window(
     counts: Counter[str] = Counter()
     for index, batch in enumerate(micro_batches):
         with engine.micro_batch(model, index, len(micro_batches)):
-            loss, found = evaluate(loss_fn, model, batch)
+            loss, found = evaluate(loss_fn, model, to_device(batch, engine.device))
             engine.backward(loss.total)
         total = total + loss.total.detach().to(zero)
         weight = weight + loss.weight.detach().to(zero)
@@ -102,16 +107,18 @@ def evaluate(loss_fn: LossFn, model: nn.Module, batch: Any) -> tuple[Loss, Metri
     """Call `loss_fn` and read its answer.
 
     Raises:
-        TypeError: it returned something else than a 0-dim tensor or a `Loss`.
+        TypeError: it returned something else than a 0-dim tensor or a `Loss`, or a metric that is
+            not one number.
     """
     answer = loss_fn(model, batch)
-    loss, metrics = answer if isinstance(answer, tuple) else (answer, {})
+    loss, given = answer if isinstance(answer, tuple) else (answer, {})
+    metrics = {name: _metric(name, value) for name, value in given.items()}
     if isinstance(loss, Loss):
         return loss, metrics
     if not isinstance(loss, Tensor) or loss.ndim:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
         raise TypeError(f"loss_fn returned {found}, but a loss is a 0-dim tensor or a Loss")
-    if _num_rows(batch) == 0:
+    if _is_empty(batch):
         # The mean of nothing is NaN. It counts nothing, but its backward must run on every rank:
         # `where` keeps the graph and passes a zero gradient back.
         nothing = torch.zeros_like(loss)
@@ -120,14 +127,25 @@ def evaluate(loss_fn: LossFn, model: nn.Module, batch: Any) -> tuple[Loss, Metri
     return Loss(loss, torch.ones_like(loss)), metrics
 
 
-def _num_rows(batch: Any) -> int | None:
+def _metric(name: str, value: Any) -> Tensor:
+    try:
+        number = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        number = torch.empty(0)
+    if number.numel() != 1:
+        found = list(value.shape) if isinstance(value, Tensor) else repr(value)
+        raise TypeError(f"loss_fn returned the metric {name!r} = {found}, but one is a number")
+    return number.reshape(())
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether no tensor of the batch has a row. One without rows may be an empty list of boxes."""
     values = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(values, Tensor):
-        return len(values) if values.ndim else None
-    if not isinstance(batch, (Mapping, list, tuple)):
-        return None
-    sizes = [len(v) for v in values if isinstance(v, Tensor) and v.ndim]
-    return sizes[0] if sizes else None
+    tensors = [values] if isinstance(values, Tensor) else values
+    if not isinstance(tensors, Iterable):
+        return False
+    lengths = [len(t) for t in tensors if isinstance(t, Tensor) and t.ndim]
+    return bool(lengths) and not any(lengths)
 
 
 @dataclass(frozen=True)
@@ -137,23 +155,22 @@ class Sums:
     total: float
     weight: float
     metrics: dict[str, float]
-    riders: list[float]
 
 
-def reduce_window(window: Window, names: MetricNames, riders: Sequence[float] = ()) -> Sums:
-    """Collective: every rank. One small all-reduce for loss, weight and every metric.
-
-    `riders` are numbers summed along.
-    """
+def reduce_window(window: Window, names: MetricNames) -> Sums:
+    """Collective: every rank. One small all-reduce for loss, weight and every metric."""
     sums = torch.stack([window.total, window.weight, *window.metrics.values()])
     total, weight, *found = sums.tolist()  # the one wait for the device
     metrics = {n: (s, window.counts[n]) for n, s in zip(window.metrics, found, strict=True)}
-    (total, weight, *rest), means = names.reduce([total, weight, *riders], metrics)
-    return Sums(total, weight, means, rest)
+    (total, weight), means = names.reduce([total, weight], metrics)
+    return Sums(total, weight, means)
 
 
 def require_all_used(model: nn.Module, *, allowed: bool) -> None:
-    """Check that DDP reduced every gradient; one it waited for would fail the next forward.
+    """Check that DDP reduced every gradient of the last backward.
+
+    One that it still waits for keeps its bucket unreduced, would fail the next forward, and may be
+    there all the same: from an earlier micro-batch.
 
     Raises:
         UnusedParametersError: parameters took no part in the loss, by name, with the flag that
@@ -163,12 +180,25 @@ def require_all_used(model: nn.Module, *, allowed: bool) -> None:
         return
     named = model.module.named_parameters()
     unused = [clean_fqn(name) for name, p in named if p.requires_grad and p.grad is None]
+    try:
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        unused = _waited_for(model, str(error))
     if unused:
         shown = ", ".join(unused[:10]) + (" ..." if len(unused) > 10 else "")
         raise UnusedParametersError(
-            f"{len(unused)} trainable parameters took no part in the loss: {shown}. Freeze them, "
-            "or allow it with --accelerator.ddp.find_unused_parameters."
+            f"{len(unused)} trainable parameters took no part in the loss of the last micro-batch: "
+            f"{shown}. Freeze them, or allow it with --accelerator.ddp.find_unused_parameters."
         )
+
+
+def _waited_for(model: DistributedDataParallel, message: str) -> list[str]:
+    """Names of the parameters whose numbers torch's message lists, among the trainable ones."""
+    named = [clean_fqn(name) for name, p in model.module.named_parameters() if p.requires_grad]
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+    return (
+        [named[int(i)] for i in numbers[1].split()] if numbers else ["(torch does not say which)"]
+    )
 
 
 def average_replicated(model: nn.Module, world_size: int) -> None:

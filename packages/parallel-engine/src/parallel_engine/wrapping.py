@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -204,3 +205,25 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Gradients to None, also the whole ones that a sharded model keeps between micro-batches."""
+    for module in model.modules():
+        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.11
+                    parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+    reshard(model)
+    model.zero_grad(set_to_none=True)
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces at once; a unit usually has one."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group  # torch 2.11 knows one group per unit
+    return [] if group is None else [group]
