@@ -9,6 +9,7 @@ for micro_batches in engine.accumulate(loader):
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 import uuid
@@ -42,7 +43,7 @@ from parallel_engine.building import OptimizerFactory, build, order_of_building,
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
-from parallel_engine.loading import prepare_loader
+from parallel_engine.loading import DeviceLoader, Moved, prepare_loader, set_epoch
 from parallel_engine.materialize import (
     Fill,
     allocate,
@@ -52,13 +53,14 @@ from parallel_engine.materialize import (
     shard_alone,
 )
 from parallel_engine.metrics import MetricNames
-from parallel_engine.order import UnitOrder, moments, require_same
+from parallel_engine.order import UnitOrder, UnitOrderError
 from parallel_engine.plan import ShardPlan, plan
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
 from parallel_engine.wrapping import (
     WrapPolicy,
     containers_out_of_size,
+    drop_gradients,
     forward_methods,
     resolve_wrap_policy,
     unit_sizes,
@@ -68,6 +70,9 @@ from parallel_engine.wrapping import (
 )
 
 log = logging.getLogger("parallel_engine")
+_END = object()
+_MAX_OVERFLOWS = 32
+"""In a row, of fp16's scaler: it begins at 2 ** 16 and halves its scale with each."""
 
 
 class Engine:
@@ -113,6 +118,12 @@ class Engine:
         name = _ranks.from_main(lambda: uuid.uuid4().hex)
         self._failures = Failures(self.rank, self.topology.world_size, name)
         self._order: UnitOrder | None = None
+        self._is_torn = False
+        """Whether a backward pass broke off between collectives, which nothing can mend."""
+        self._is_clipped = False
+        """Whether `clip` has seen the gradients of the coming update."""
+        self._overflows = 0
+        """Updates in a row that the fp16 scaler's scale was too large for."""
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None
         self._values_missing = False
@@ -216,7 +227,7 @@ class Engine:
         if policy:
             assert isinstance(optimizer, Optimizer)
             preflight.verify_sharded(wrapped, optimizer, replicated)
-            self._order = UnitOrder(wrapped)
+            self._order = UnitOrder(wrapped, self.topology.world_size)
             self._log_units(wrapped, policy.source)
         self._model = wrapped
         return wrapped, optimizer, scheduler, prepare_loader(loader, accelerator, self.device)
@@ -240,29 +251,38 @@ class Engine:
         ranks = self.topology.world_size if world_size is None else world_size
         return plan(model_factory, self._parallelism, self.config, ranks, batch_size=batch_size)
 
-    def accumulate(self, loader: Iterable[Any]) -> Iterator[list[Any]]:
+    def accumulate(self, loader: Iterable[Any], *, first_epoch: int = 0) -> Iterator[Sequence[Any]]:
         """Windows of micro-batches, one per update, for as long as the caller asks.
 
-        The loader is started again at its end; a window runs on over that end.
+        The loader is started again at its end, with `set_epoch` of itself and its samplers where
+        there is one, counted from `first_epoch`; a window runs on over that end. A micro-batch
+        moves to the device when it is taken out of its window. What the loader raises is told to
+        the other ranks.
 
         Raises:
-            ConfigError: the loader yields nothing.
+            ConfigError: the loader yields nothing, or nothing any more.
         """
         steps = self.config.gradient_accumulation.steps
+        host = loader.loader if isinstance(loader, DeviceLoader) else loader
         window: list[Any] = []
-        epoch = 0
-        while True:
-            empty = True
-            _set_epoch(loader, epoch)
-            for batch in loader:
-                empty = False
+        for epoch in itertools.count(first_epoch):
+            count = 0
+            with self._failures.told():
+                set_epoch(host, epoch)
+                batches = iter(host)
+            while (batch := self._next(batches)) is not _END:
+                count += 1
                 window.append(batch)
                 if len(window) == steps:
-                    yield window
+                    yield Moved(window, self.device)
                     window = []
-            if empty:
-                raise ConfigError(Problem("loader", "yields no batch on this rank."))
-            epoch += 1
+            if not count:
+                with self._failures.told():
+                    raise ConfigError(_yields_nothing(is_first=epoch == first_epoch))
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        with self._failures.told():
+            return next(batches, _END)
 
     def step(
         self,
@@ -277,7 +297,9 @@ class Engine:
         """Collective: every rank. One optimizer update over the window.
 
         `loss_fn(model, batch)` returns a 0-dim mean or a `Loss`, alone or with a dict of metrics,
-        whose names may differ between batches and ranks.
+        whose names may differ between batches and ranks. After an error no gradients are left, so
+        that a window may be tried again; not so where it broke off a backward pass of several
+        ranks.
 
         Raises:
             NonFiniteError: on every rank, before the update, with `on_nonfinite="error"`.
@@ -286,19 +308,18 @@ class Engine:
         """
         started = time.perf_counter()
         lr = float(optimizer.param_groups[0]["lr"])
-        window = _step.run_window(self, model, micro_batches, loss_fn)
-        ran = self._order.take() if self._order else []
-        with self._failures.told():
-            ddp = self.config.ddp
-            _step.require_all_used(model, allowed=ddp.find_unused_parameters or ddp.static_graph)
-            sums = _step.reduce_window(window, self.metric_names, moments(ran))
-            weight = sums.weight if sums.weight > 0 else 1.0
-            norm = self.clip(model, scale=self.topology.dp_world_size / weight, clip_norm=clip_norm)
-        require_same(sums.riders, self.topology.world_size, ran)
-        loss = sums.total / weight
-        skipped = not (abs(loss) < float("inf") and norm < float("inf"))
-        if skipped and self.config.mixed_precision != "fp16":
-            self._refuse_or_count(loss, norm)
+        with self._forgotten_on_error(model):
+            window = _step.run_window(self, model, micro_batches, loss_fn)
+            with self._failures.told():
+                ddp = self.config.ddp
+                allowed = ddp.find_unused_parameters or ddp.static_graph
+                _step.require_all_used(model, allowed=allowed)
+                sums = _step.reduce_window(window, self.metric_names)
+                weight = sums.weight if sums.weight > 0 else 1.0
+                scale = self.topology.dp_world_size / weight
+                norm = self.clip(model, scale=scale, clip_norm=clip_norm)
+            loss = sums.total / weight
+            skipped = self._must_skip(loss, norm)
         self.update(optimizer, scheduler, skip=skipped)
         return StepReport(
             loss=loss,
@@ -314,26 +335,41 @@ class Engine:
         """Around forward and backward of a micro-batch: only the last of a window syncs.
 
         With `gradient_accumulation.sync_each_batch` every one does. An error inside is told to
-        the other ranks.
+        the other ranks. After the last one they compare the order of their wrap units.
 
         Raises:
+            UnitOrderError: on every rank: they ran different wrap units.
+            RuntimeError: a backward pass broke off before.
             ConfigError: on every rank, the first time: the model was built on the meta device and
                 nothing has given it values since.
         """
+        if self._is_torn:
+            raise RuntimeError(
+                "a backward pass broke off: some ranks have reduced gradients that others have "
+                "not. Build model and Engine anew, or resume from a checkpoint"
+            )
         if self._values_missing:
             require_filled(unwrap(model))
             self._values_missing = False
-        syncs_now = index == count - 1 or self.config.gradient_accumulation.sync_each_batch
+        last = index == count - 1
+        syncs_now = last or self.config.gradient_accumulation.sync_each_batch
         # DDP learns a static graph from its first backward passes, which must therefore reduce.
         learning = self.config.ddp.static_graph and not self._has_updated
         syncs = contextlib.nullcontext() if syncs_now or learning else without_sync(model)
-        with self._failures.told(), undeclared_calls_explained(model), syncs:
-            yield
+        with self._forgotten_on_error(model):
+            with self._failures.told(), undeclared_calls_explained(model), syncs:
+                yield
+            if last:
+                self._require_same_order()
 
     def backward(self, loss: Tensor) -> None:
         """Collective: every rank. Backward of one micro-batch; fp16 goes through its scaler."""
         scaler = self.accelerator.scaler
-        (scaler.scale(loss) if scaler is not None else loss).backward()
+        try:
+            (scaler.scale(loss) if scaler is not None else loss).backward()
+        except BaseException:
+            self._is_torn = self.topology.world_size > 1
+            raise
 
     def clip(self, model: nn.Module, *, scale: float = 1.0, clip_norm: float | None) -> float:
         """Collective: every rank. Scale the gradients, clip them by their true global norm.
@@ -341,18 +377,29 @@ class Engine:
         Returns the norm before clipping, the same on every rank.
         """
         self.accelerator.unscale_gradients()
+        self._is_clipped = True
         if self.topology.is_sharded:
             _step.average_replicated(model, self.topology.dp_world_size)
         return _step.scale_and_clip(list(model.parameters()), scale=scale, max_norm=clip_norm)
 
     def update(self, optimizer: Any, scheduler: Any, *, skip: bool = False) -> None:
-        """Optimizer and scheduler once, gradients to None. A skipped update moves neither."""
+        """Collective: every rank. Optimizer and scheduler once, gradients to None.
+
+        A skipped update moves neither. Gradients that `clip` has not seen are reduced here, as they
+        are.
+        """
+        if not self._is_clipped:
+            assert self._model is not None, "engine.update comes after engine.prepare"
+            self.clip(self._model, clip_norm=None)
+        self._is_clipped = False
         self._has_updated = True
-        scaled = self.accelerator.scaler is not None
+        scaler = self.accelerator.scaler
         # accelerate's wrapper looks for an optional package in every call; only a scaler needs it.
-        inner = optimizer if scaled else getattr(optimizer, "optimizer", optimizer)
-        if scaled or not skip:
+        inner = getattr(optimizer, "optimizer", optimizer) if scaler is None else optimizer
+        if not skip:
             inner.step()
+        elif scaler is not None:
+            scaler.update()
         if scheduler is not None and not (skip or optimizer.step_was_skipped):
             scheduler.step()
         inner.zero_grad(set_to_none=True)
@@ -428,8 +475,19 @@ class Engine:
                 replicas_alike(model)
         self._values_missing = on_meta and fill is None
 
-    def _refuse_or_count(self, loss: float, norm: float) -> None:
+    def _must_skip(self, loss: float, norm: float) -> bool:
+        """Whether the update is left out; the same on every rank."""
+        loss_is_finite = abs(loss) < float("inf")
+        if loss_is_finite and norm < float("inf"):
+            self._overflows = 0
+            return False
         self.num_skipped += 1
+        if loss_is_finite and self.accelerator.scaler is not None:
+            # Gradients overflow fp16 until the scaler has found its scale, which halves each time.
+            self._overflows += 1
+            if self._overflows <= _MAX_OVERFLOWS:
+                log.info("gradients overflow fp16; update skipped, the loss scale is halved")
+                return True
         message = (
             f"loss = {loss}, gradient norm = {norm}: not finite, before the update. Look at the "
             "data, or use a lower learning rate"
@@ -437,6 +495,28 @@ class Engine:
         if self.on_nonfinite == "error":
             raise NonFiniteError(message)
         log.warning("%s; update skipped (%d so far)", message, self.num_skipped)
+        return True
+
+    def _require_same_order(self) -> None:
+        """Collective: every rank. Wrap units ran in the same order everywhere."""
+        if self._order is None:
+            return
+        with self._failures.told():
+            difference = self._order.difference()
+        if difference:
+            raise UnitOrderError(difference)
+
+    @contextlib.contextmanager
+    def _forgotten_on_error(self, model: nn.Module) -> Iterator[None]:
+        """An error leaves no gradients behind, which the next window would be added to."""
+        try:
+            yield
+        except BaseException:
+            drop_gradients(model)
+            self._is_clipped = False
+            if self._order is not None:
+                self._order.forget()
+            raise
 
     def _allocate(self, model: nn.Module) -> None:
         shards = torch.device("cpu") if self.config.fsdp.cpu_offload else self.device
@@ -481,8 +561,11 @@ def _move_whole(model: nn.Module, device: torch.device, ignored: Sequence[nn.Mod
             buffer.data = buffer.data.to(device)
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    for owner in (loader, getattr(loader, "sampler", None)):
-        set_epoch = getattr(owner, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+def _yields_nothing(*, is_first: bool) -> Problem:
+    if is_first:
+        return Problem("loader", "yields no batch on this rank.")
+    return Problem(
+        "loader",
+        "yields nothing when it is started again, as a generator does, which runs once.",
+        "Give an object whose __iter__ begins anew, such as a DataLoader.",
+    )
