@@ -208,12 +208,13 @@ def _empty_chunks_shared() -> Iterator[None]:
         found = list(torch.chunk(tensor, num_chunks, dim=dim))
         return found + [found[0].new_empty(0)] * (num_chunks - len(found))
 
-    original = _fsdp_param._chunk_with_empty
-    _fsdp_param._chunk_with_empty = chunks
+    names = vars(_fsdp_param)
+    original = names["_chunk_with_empty"]
+    names["_chunk_with_empty"] = chunks
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = original
+        names["_chunk_with_empty"] = original
 
 
 def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[UnitPlan, ...]:
