@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from parallel_ckpt import (
     CheckpointError,
     CheckpointNotFound,
     CheckpointSaver,
+    DamagedCheckpoint,
     StateMismatch,
     load_weights,
     newest_intact,
@@ -36,6 +38,7 @@ from parallel_ckpt import (
 )
 from parallel_ckpt.layout import RunFolder
 from parallel_ckpt.lock import RunLock
+from parallel_ckpt.optimizer_state import EXECUTION
 from parallel_ckpt.plain import dump_json, load_json
 from parallel_ckpt.retention import superseded
 from parallel_ckpt.rng import RngState
@@ -458,6 +461,151 @@ def test_overrides_win_and_keep_the_place_on_the_curve(tmp_path: Path) -> None:
     model, optimizer, schedule = build(0.1, 20)
     restore(tmp_path, model, optimizer, schedule, keep=("schedule",))
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.75)
+
+
+COMPUTING: list[dict[str, Any]] = [{}, {"foreach": True}, {"foreach": False}, {"fused": True}]
+
+
+@pytest.mark.parametrize("resumed", COMPUTING)
+@pytest.mark.parametrize("saved", COMPUTING)
+def test_how_an_optimizer_computes_is_its_own(
+    saved: dict[str, Any], resumed: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model, _ = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **saved)
+    train(model, optimizer, 2)
+    with saver_of(tmp_path) as saver:
+        saver.save(step=2, samples_seen=0, model=model, optimizer=optimizer)
+    train(model, optimizer)
+    other, _ = small()
+    target = torch.optim.AdamW(other.parameters(), lr=0.5, **resumed)
+    own = {key: target.param_groups[0][key] for key in EXECUTION}
+    restore(tmp_path, other, target)
+    assert {key: target.param_groups[0][key] for key in EXECUTION} == own
+    assert target.param_groups[0]["lr"] == 0.1
+    train(other, target)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert target.state[other[0].weight]["step"].dtype == torch.float32
+
+
+def test_groups_that_only_compute_differently_may_be_joined(tmp_path: Path) -> None:
+    model, _ = small()
+    groups = [
+        {"params": model[0].parameters(), "foreach": True},
+        {"params": model[1].parameters(), "foreach": False},
+    ]
+    with saver_of(tmp_path) as saver:
+        optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+        train(model, optimizer)
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    restore(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+
+
+def test_a_fused_step_counts_in_float32_whatever_was_saved(tmp_path: Path) -> None:
+    """Torch counts in its default dtype, except where the kernel counts."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, optimizer = small()
+        train(model.float(), optimizer, 0)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[model[0].weight]["step"].dtype == torch.float64
+    with saver_of(tmp_path) as saver:
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    other, _ = small()
+    for fused, dtype in ((True, torch.float32), (False, torch.float64)):
+        target = torch.optim.AdamW(other.parameters(), fused=fused)
+        restore(tmp_path, other, target)
+        assert target.state[other[0].weight]["step"].dtype == dtype
+        train(other, target)
+        assert float(target.state[other[0].weight]["step"]) == 2
+
+
+@pytest.mark.parametrize(("saved", "given"), [(0.25, torch.tensor(0.5)), (torch.tensor(0.25), 0.5)])
+def test_a_rate_stays_the_number_or_the_tensor_that_it_is(
+    saved: Any, given: Any, tmp_path: Path
+) -> None:
+    model, optimizer = small(lr=saved)
+    with saver_of(tmp_path) as saver:
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    other, target = small(lr=given)
+    restore(tmp_path, other, target)
+    found = target.param_groups[0]["lr"]
+    assert type(found) is type(given)
+    assert float(found) == 0.25
+
+
+def schedules(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    lambdas = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer)
+    return {
+        "none": None,
+        "cosine": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        "lambda": lambdas,
+        "sequence": torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, lambdas], [3]),
+        "longer": torch.optim.lr_scheduler.ChainedScheduler([warmup, warmup, lambdas]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "words"),
+    [
+        ("none", "cosine", "scheduler was not saved in this checkpoint."),
+        ("cosine", "lambda", "scheduler of another kind was saved: it has no lr_lambdas."),
+        ("lambda", "sequence", "scheduler of another kind was saved: it has no _schedulers."),
+        ("sequence", "longer", "scheduler has 3 parts, but 2 were saved."),
+    ],
+)
+def test_a_scheduler_that_does_not_fit_is_told_before_anything_is_changed(
+    saved: str, given: str, words: str, tmp_path: Path
+) -> None:
+    model, optimizer = small()
+    train(model, optimizer)
+    with saver_of(tmp_path) as saver:
+        scheduler = schedules(optimizer)[saved]
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer, scheduler=scheduler)
+    other, target = small(lr=0.7)
+    scheduler = schedules(target)[given]
+    before = [p.clone() for p in other.parameters()]
+    rate = target.param_groups[0]["lr"]
+    with pytest.raises(StateMismatch) as caught:
+        restore(tmp_path, other, target, scheduler)
+    assert str(caught.value) == words
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert not target.state
+    assert target.param_groups[0]["lr"] == rate
+
+
+@pytest.mark.parametrize("verify", ["full", "fast", None])
+def test_damage_is_found_where_it_is_looked_for(verify: Any, tmp_path: Path) -> None:
+    model, optimizer = small()
+    with saver_of(tmp_path) as saver:
+        path = saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    file = path / "pretrained_model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 0x40
+    file.write_bytes(content)
+    calls: list[Any] = [
+        lambda: restore(path, model, optimizer, verify=verify),
+        lambda: load_weights(model, path, verify=verify),
+        lambda: load_weights(model, file, verify=verify),
+    ]
+    before = [p.clone() for p in model.parameters()]
+    for call in calls:
+        told = pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has checksum")
+        with told if verify == "full" else contextlib.nullcontext():
+            call()
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same is (verify == "full")
+    save_weights(model, tmp_path / "exported")
+    load_weights(model, tmp_path / "exported")
+    with pytest.raises(CheckpointNotFound):
+        load_weights(model, tmp_path / "exported", verify="full")
 
 
 class Prepared(torch.optim.Optimizer):

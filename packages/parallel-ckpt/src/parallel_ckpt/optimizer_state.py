@@ -19,6 +19,9 @@ from parallel_ckpt.errors import CheckpointError, StateMismatch
 from parallel_ckpt.shards import Shard, parameter_names, shard_of
 from parallel_config import Problem
 
+EXECUTION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Keys of a group that say how a step is computed, not what: an optimizer keeps its own."""
+
 
 @dataclass(frozen=True)
 class OptimizerState:
@@ -154,6 +157,8 @@ def allocate(
         StateMismatch: index and tensors do not belong together.
     """
     parameters = {fqn: parameter for parameter, fqn in parameter_names(model).items()}
+    if foreign := sorted(index["state"].keys() - parameters.keys()):
+        raise StateMismatch.of(f"optimizer: {foreign[0]}", "has state, but is not in the model.")
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     wanted = {tensor_key(f, n) for f, entry in index["state"].items() for n in entry["tensors"]}
     if wanted != set(stored):
@@ -166,9 +171,13 @@ def allocate(
         for name in entry["tensors"]:
             key = tensor_key(fqn, name)
             shape, dtype = stored[key]
-            tensor = _fresh(parameter, group_of[id(parameter)], name, shape, dtype)
+            tensor = _fresh(parameter, group_of.get(id(parameter), {}), name, shape, dtype)
             state[parameter][name] = tensor
             shards[key] = shard_of(tensor, key)
+    found = sum(len(entries) for entries in state.values())
+    stated = sum(len(e["tensors"]) + len(e["values"]) for e in index["state"].values())
+    if found != stated:
+        raise StateMismatch.of("optimizer", f"has a place for {found} of {stated} stored entries.")
     return Allocation(state, shards)
 
 
@@ -183,7 +192,8 @@ def _fresh(
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
     if not shape:
-        # torch keeps the step counter on the host unless the kernel itself counts.
+        # torch keeps the step counter on the host unless the kernel itself counts: as the optimizer
+        # that is filled says, not the one that was saved.
         on_device = name != "step" or group.get("fused") or group.get("capturable")
         return torch.empty(shape, dtype=dtype, device=device if on_device else "cpu")
     local = torch.empty(shape, dtype=dtype, device=device)
@@ -202,7 +212,8 @@ def install(
 ) -> int:
     """Put filled state and stored hyper-parameters into the optimizer; how many entries there are.
 
-    Hyper-parameters named in `keep` stay as they are in the optimizer. No collective.
+    Hyper-parameters named in `keep` stay as they are in the optimizer, and so do those of
+    `EXECUTION`. No collective.
     """
     names = parameter_names(model)
     hyper_of = {fqn: group["hyper"] for group in index["groups"] for fqn in group["params"]}
@@ -214,22 +225,40 @@ def install(
         else:
             continue
         _set_hyper(group, saved, keep)
+        for parameter in group["params"]:
+            _convert_step(allocation.state.get(parameter, {}), group)
     optimizer.state.clear()
     optimizer.state.update(allocation.state)
     return sum(len(entries) for entries in optimizer.state.values())
 
 
+def _convert_step(entries: dict[str, Any], group: Mapping[str, Any]) -> None:
+    """The kernels that count by themselves count in float32, whatever torch's default dtype was."""
+    step = entries.get("step")
+    if isinstance(step, torch.Tensor) and (group.get("fused") or group.get("capturable")):
+        entries["step"] = step.to(torch.float32)
+
+
 def _set_hyper(group: dict[str, Any], saved: Mapping[str, Any], keep: Collection[str]) -> None:
     wanted_lr = _number(group.get("initial_lr", group.get("lr")))
     for key, value in saved.items():
-        if key in keep and key != "lr":
+        if key in EXECUTION or (key in keep and key != "lr"):
             continue
-        if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(_number(value))
-        else:
-            group[key] = value
+        put(group, key, value)
     if "lr" in keep and wanted_lr is not None:
         _rescale_lr(group, wanted_lr)
+
+
+def put(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a hyper-parameter; a tensor stays that tensor, a number a number.
+
+    A captured step reads the tensor; a tensor in a number's place would choose another kernel.
+    """
+    current = group.get(key)
+    if isinstance(current, torch.Tensor):
+        current.fill_(_number(value))
+    else:
+        group[key] = _number(value) if isinstance(current, float) else value
 
 
 def _rescale_lr(group: dict[str, Any], wanted: float) -> None:
@@ -238,10 +267,7 @@ def _rescale_lr(group: dict[str, Any], wanted: float) -> None:
     lr = wanted if base is None else _ratio(current, _number(base)) * wanted
     if base is not None:
         group["initial_lr"] = wanted
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
+    put(group, "lr", lr)
 
 
 def _ratio(current: float, base: float) -> float:
@@ -253,8 +279,9 @@ def _number(value: Any) -> Any:
 
 
 def _same_hyper(index: Mapping[str, Any], origins: list[int]) -> bool:
-    first = index["groups"][origins[0]]["hyper"]
-    return all(index["groups"][i]["hyper"] == first for i in origins)
+    hyper = [index["groups"][i]["hyper"].items() for i in origins]
+    values = [{k: v for k, v in items if k not in EXECUTION} for items in hyper]
+    return all(found == values[0] for found in values)
 
 
 def _differences(wanted: set[str], found: set[str], where: str) -> Iterator[Problem]:

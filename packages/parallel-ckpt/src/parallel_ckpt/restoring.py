@@ -25,6 +25,7 @@ from parallel_ckpt.optimizer_state import (
     inner_optimizer,
     inner_scheduler,
     install,
+    put,
 )
 from parallel_ckpt.plain import load_json
 from parallel_ckpt.resolving import committed_around, resolve_checkpoint, verify_on_all
@@ -101,6 +102,7 @@ def restore(
     scheduler: Any = None,
     *,
     keep: Collection[str] = (),
+    verify: Verify | None = None,
 ) -> Restored:
     """Collective: every rank. Phase two of a resume: fill model, optimizer and scheduler in place.
 
@@ -108,37 +110,57 @@ def restore(
     the optimizer and scheduler by accelerate; whatever is None is left out. `keep` names
     hyper-parameters (`lr`, `weight_decay`) whose values in the given optimizer win over the stored
     ones; with `lr` the place on the schedule is kept. `keep=("schedule",)` recomputes the current
-    rate from the scheduler as it is built now.
+    rate from the scheduler as it is built now. How the optimizer computes (`fused`, `foreach`,
+    `capturable`, `differentiable`) is never taken from a checkpoint.
+
+    **Checksums are not compared here**, so that damage may be loaded without a word: `read_start`
+    has compared them just before. Where it has not been called, give `verify="full"`.
 
     Raises:
         StateMismatch: lists tensors that are missing, unexpected, of another shape or would lose
-            precision; nothing has been changed then.
-        DamagedCheckpoint: what is stored cannot be read.
+            precision, or says that there is no such scheduler; nothing has been changed then.
+        DamagedCheckpoint: what is stored cannot be read, or differs from what was committed; in
+            the second case nothing has been changed.
     """
     ranks = all_ranks("restore")
     folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
-    plan = ranks.attempt(lambda: _plan(folder, model, optimizer))
+    if verify is not None:
+        verify_on_all(folder, verify, ranks)
+    plan = ranks.attempt(lambda: _plan(folder, model, optimizer, scheduler))
     ranks.attempt(lambda: fill_all(plan.source, plan.weights, plan.keys))
     num_entries = 0
     if optimizer is not None:
-        ranks.attempt(lambda: _fill_optimizer(folder, plan))
+        ranks.attempt(lambda: _fill_optimizer(plan))
         num_entries = ranks.attempt(lambda: _install(plan, model, optimizer, keep))
     if scheduler is not None:
-        ranks.attempt(lambda: _restore_scheduler(folder, scheduler, optimizer, keep))
+        ranks.attempt(lambda: _restore_scheduler(plan, scheduler, keep))
     return Restored(num_tensors=len(plan.weights), num_optimizer_entries=num_entries)
 
 
-def load_weights(model: nn.Module, path: str | Path, *, allow_cast: bool = False) -> int:
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    allow_cast: bool = False,
+    verify: Verify | None = None,
+) -> int:
     """Collective: every rank. Fill a model's parameters and buffers in place; how many there were.
 
     `path` is anything `resolve_checkpoint` understands, or any folder or file of safetensors
-    weights, or a DCP folder keyed by FQN. With `allow_cast` narrower dtypes are accepted.
+    weights, or a DCP folder keyed by FQN. With `allow_cast` narrower dtypes are accepted. As in
+    `restore` checksums are compared only with `verify`; weights outside of a checkpoint have none.
 
     Raises:
         StateMismatch: as for `restore`; nothing has been changed then.
+        DamagedCheckpoint: as for `restore`.
+        CheckpointNotFound: with `verify`: there is no checkpoint around these weights.
     """
     ranks = all_ranks("load_weights")
     where = Path(ranks.on_main(lambda: str(_weights_at(path))))
+
+    if verify is not None:
+        step = ranks.on_main(lambda: str(resolve_checkpoint(where)))
+        verify_on_all(StepFolder(Path(step)), verify, ranks)
 
     def plan() -> tuple[Source, dict[str, Shard], dict[str, str]]:
         source, weights = _open_weights(where), model_shards(model)
@@ -159,15 +181,17 @@ class _Plan:
     index: Mapping[str, Any]
     allocation: Allocation | None
     optimizer_source: Source | None
+    scheduler: Any
 
 
-def _plan(folder: StepFolder, model: nn.Module, optimizer: Any) -> _Plan:
+def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) -> _Plan:
     """Open everything and compare names, shapes and dtypes before anything is touched."""
     contents = Contents.read(folder)
     source, weights = _weights_of(contents), model_shards(model)
     keys = match(source.tensors, weights, aliases(model), where="weights")
+    schedule = None if scheduler is None else _plan_scheduler(contents, scheduler)
     if optimizer is None:
-        return _Plan(source, weights, keys, {}, None, None)
+        return _Plan(source, weights, keys, {}, None, None, schedule)
     index = _document(contents, folder.optimizer_index)
     inner = inner_optimizer(optimizer)
     problems = list(check_index(index, model, inner))
@@ -177,10 +201,33 @@ def _plan(folder: StepFolder, model: nn.Module, optimizer: Any) -> _Plan:
     stored = {key: (entry.shape, entry.dtype) for key, entry in states.tensors.items()}
     allocation = allocate(index, stored, model, inner)
     match(states.tensors, allocation.shards, {}, where="optimizer")
-    return _Plan(source, weights, keys, index, allocation, states)
+    return _Plan(source, weights, keys, index, allocation, states, schedule)
 
 
-def _fill_optimizer(folder: StepFolder, plan: _Plan) -> None:
+def _plan_scheduler(contents: Contents, scheduler: Any) -> Any:
+    state = _document(contents, contents.folder.scheduler)
+    if state is None:
+        raise StateMismatch.of("scheduler", "was not saved in this checkpoint.")
+    _require_kind(state, inner_scheduler(scheduler).state_dict())
+    return state
+
+
+def _require_kind(stored: Any, own: Any) -> None:
+    """Raise where the scheduler would fail half way through taking the stored state."""
+    if not isinstance(own, Mapping):
+        return
+    for part in ("lr_lambdas", "_schedulers"):
+        if part in own and not (isinstance(stored, Mapping) and part in stored):
+            raise StateMismatch.of("scheduler", f"of another kind was saved: it has no {part}.")
+    parts = own.get("_schedulers", ())
+    if parts and len(stored["_schedulers"]) != len(parts):
+        found = len(stored["_schedulers"])
+        raise StateMismatch.of("scheduler", f"has {len(parts)} parts, but {found} were saved.")
+    for i, part in enumerate(parts):
+        _require_kind(stored["_schedulers"][i], part)
+
+
+def _fill_optimizer(plan: _Plan) -> None:
     assert plan.allocation is not None
     assert plan.optimizer_source is not None
     fill_all(plan.optimizer_source, plan.allocation.shards, {})
@@ -189,31 +236,22 @@ def _fill_optimizer(folder: StepFolder, plan: _Plan) -> None:
 def _install(plan: _Plan, model: nn.Module, optimizer: Any, keep: Collection[str]) -> int:
     assert plan.allocation is not None
     num_entries = install(plan.allocation, plan.index, model, inner_optimizer(optimizer), keep)
-    stored = plan.index["state"].values()
-    expected = sum(len(entry["tensors"]) + len(entry["values"]) for entry in stored)
-    if num_entries != expected:
-        raise StateMismatch.of("optimizer", f"took {num_entries} of {expected} stored entries.")
     scaler, state = getattr(optimizer, "scaler", None), plan.index.get("scaler")
     if scaler is not None and state:
         scaler.load_state_dict(state)
     return num_entries
 
 
-def _restore_scheduler(
-    folder: StepFolder, scheduler: Any, optimizer: Any, keep: Collection[str]
-) -> None:
-    state = _document(Contents.read(folder), folder.scheduler)
-    if state is None:
-        raise StateMismatch.of("scheduler", "was not saved in this checkpoint.")
+def _restore_scheduler(plan: _Plan, scheduler: Any, keep: Collection[str]) -> None:
     inner = inner_scheduler(scheduler)
-    inner.load_state_dict(state)
+    inner.load_state_dict(plan.scheduler)
     groups = inner.optimizer.param_groups if hasattr(inner, "optimizer") else []
     if "lr" in keep and hasattr(inner, "base_lrs"):
         inner.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
     if "schedule" in keep and isinstance(inner, LambdaLR):
         factors = [function(inner.last_epoch) for function in inner.lr_lambdas]
         for group, base, factor in zip(groups, inner.base_lrs, factors, strict=True):
-            group["lr"] = base * factor
+            put(group, "lr", base * factor)
     if keep and groups:
         inner._last_lr = [group["lr"] for group in groups]
 
