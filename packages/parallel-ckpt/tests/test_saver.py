@@ -742,6 +742,15 @@ def test_a_save_in_flight_keeps_its_values(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(other.parameters(), expected, strict=True))
 
 
+def test_tensors_on_the_host_start_no_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with GPUs, where every rank of a CPU run would hold memory of the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, optimizer = small()
+    with saver_of(tmp_path, async_save=True) as saver:
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    assert not torch.cuda.is_initialized()
+
+
 def test_a_failed_background_save_is_heard_of(tmp_path: Path) -> None:
     model, optimizer = small()
     saver = saver_of(tmp_path, async_save=True)

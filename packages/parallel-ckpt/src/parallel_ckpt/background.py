@@ -54,8 +54,10 @@ class Staging:
             weights=self._copy("weights", snapshot.weights, weights),
             optimizer=self._copy("optimizer", snapshot.optimizer, optimizer),
         )
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        # Asking for the stream of a device that holds nothing of ours would start CUDA on it.
+        shards = (*snapshot.weights.values(), *snapshot.optimizer.values())
+        for device in {shard.local.device for shard in shards if shard.local.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
         return staged
 
     def _copy(self, prefix: str, shards: Mapping[str, Shard], needed: set[str]) -> dict[str, Shard]:
