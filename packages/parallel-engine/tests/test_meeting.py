@@ -14,7 +14,7 @@ from parallel_config import ConfigError, ParallelismConfig
 from parallel_config.environment import LaunchFacts
 from parallel_engine import Engine, connect, unwrap
 from parallel_engine._ranks import choose_device
-from parallel_engine.accelerate_build import launch_of
+from parallel_engine.accelerate_build import launch_of, with_index
 from parallel_engine.meeting import fresh, meet
 from parallel_testing.ranks import run_ranks
 
@@ -109,6 +109,17 @@ def test_more_ranks_than_devices_is_told_before_the_ranks_meet(monkeypatch):
     assert choose_device("cpu", facts(rank=2, local_rank=2)) == torch.device("cpu")
 
 
+def test_a_device_that_was_chosen_is_the_one_that_accelerate_runs_on(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    chosen = choose_device("cuda:3", facts(rank=1, local_rank=1))
+    assert chosen == torch.device("cuda", 3)
+    assert launch_of(facts(rank=1, local_rank=1), chosen)["LOCAL_RANK"] == "3"
+    assert with_index(torch.device("cuda")) == chosen != with_index(torch.device("cuda", 1))
+    with pytest.raises(ConfigError, match="device = cuda:4, but this process sees 4 CUDA devices"):
+        choose_device("cuda:4", facts())
+
+
 class Block(nn.Linear):
     pass
 
@@ -187,8 +198,9 @@ def test_a_group_that_cannot_agree_on_the_cpu_is_refused():
 
 
 def test_accelerate_finds_the_launch_of_the_facts_and_none_for_a_single_rank():
-    assert launch_of(LaunchFacts()) == {}
-    assert launch_of(facts(rank=5, local_rank=1, world_size=8, local_world_size=4)) == {
+    cpu = torch.device("cpu")
+    assert launch_of(LaunchFacts(), cpu) == {}
+    assert launch_of(facts(rank=5, local_rank=1, world_size=8, local_world_size=4), cpu) == {
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",

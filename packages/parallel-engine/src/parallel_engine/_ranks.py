@@ -28,19 +28,31 @@ TIMEOUT = datetime.timedelta(minutes=10)
 def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
     """The device of this rank: as asked, else `PARALLEL_DEVICE`, else CUDA where there is one.
 
+    A CUDA device has its index: that asked for, else the local rank.
+
     Raises:
-        ConfigError: there are more ranks on this host than CUDA devices.
+        ConfigError: this host has no such device, or more ranks than CUDA devices.
     """
     best = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device or requested_device() or best)
+    if chosen.type != "cuda":
+        return chosen
+    count = torch.cuda.device_count()
     if chosen == torch.device("cuda"):  # without an index
-        _require_device_of_its_own(facts)
+        _require_device_of_its_own(facts, count)
         return torch.device("cuda", facts.local_rank)
+    if chosen.index >= count:
+        raise ConfigError(
+            Problem(
+                "device",
+                f"= {chosen}, but this process sees {count} CUDA devices.",
+                "Their numbers begin at 0; CUDA_VISIBLE_DEVICES may hide some.",
+            )
+        )
     return chosen
 
 
-def _require_device_of_its_own(facts: LaunchFacts) -> None:
-    count = torch.cuda.device_count()
+def _require_device_of_its_own(facts: LaunchFacts, count: int) -> None:
     if facts.local_rank < count:
         return
     raise ConfigError(
@@ -58,7 +70,8 @@ def connect(device: torch.device | str | None = None) -> LaunchFacts:
 
     `Engine` does it by itself; call it before when ranks must agree on the config first. On CUDA
     the group has gloo beside nccl: agreements and offloaded state need a CPU backend. A group that
-    is there already says itself which rank this is, and of how many.
+    is there already says itself which rank this is, and of how many. A CUDA device becomes the
+    current one, also of a single process: accelerate takes no other.
 
     Raises:
         ConfigError: the ranks cannot meet; says which variable is wrong or which ranks are missing.
@@ -66,13 +79,12 @@ def connect(device: torch.device | str | None = None) -> LaunchFacts:
     """
     running = dist.is_initialized()
     facts = _facts_of_group() if running else LaunchFacts.read()
-    if facts.world_size == 1:
-        return facts
-    on_cuda = choose_device(device, facts).type == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(facts.local_rank)
-    if running:
-        _require_backends("cpu", *(["cuda"] if on_cuda else []))
+    chosen = choose_device(device, facts)
+    if on_cuda := chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if running and facts.world_size > 1:
+        _require_backends("cpu", chosen.type)
+    if running or facts.world_size == 1:
         return facts
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",

@@ -66,7 +66,7 @@ def build_accelerator(
     # Whatever an earlier Accelerator of this process left behind says nothing about this run.
     AcceleratorState._reset_state(reset_partial_state=True)
     facts = LaunchFacts.read() if facts is None else facts
-    with _environment_as_it_was(), _launched_as(launch_of(facts)):
+    with _environment_as_it_was(), _launched_as(launch_of(facts, device)):
         plugin = mesh = None
         if topology.is_sharded:
             assert wrap_policy is not None, "a sharded topology needs a wrap policy"
@@ -203,18 +203,19 @@ def _environment_as_it_was() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def launch_of(facts: LaunchFacts) -> dict[str, str]:
+def launch_of(facts: LaunchFacts, device: torch.device) -> dict[str, str]:
     """What accelerate is to find in the environment about the launch.
 
     Nothing for a single rank, for which it would start a process group. It takes several for one
-    without LOCAL_RANK. The address is only looked for: the group is there already.
+    without LOCAL_RANK, and runs on the CUDA device of that number, so that is the device's. The
+    address is only looked for: the group is there already.
     """
     if facts.world_size == 1:
         return {}
     return {
         "RANK": str(facts.rank),
         "WORLD_SIZE": str(facts.world_size),
-        "LOCAL_RANK": str(facts.local_rank),
+        "LOCAL_RANK": str(device.index if device.type == "cuda" else facts.local_rank),
         "LOCAL_WORLD_SIZE": str(facts.local_world_size),
         "MASTER_ADDR": facts.master_addr or "localhost",
         "MASTER_PORT": facts.master_port or "0",
@@ -273,7 +274,7 @@ def _effective(
     )
     fp8 = str(accelerator.fp8_backend.value)
     yield "fp8 backend", fp8, "NO", "ACCELERATE_FP8_BACKEND"
-    yield "device", accelerator.device.type, device.type, "ACCELERATE_USE_CPU"
+    yield "device", with_index(accelerator.device), with_index(device), "ACCELERATE_USE_CPU"
     yield "world size", accelerator.num_processes, topology.world_size, "WORLD_SIZE"
     expected = {
         Kind.SINGLE: DistributedType.NO,
@@ -282,6 +283,13 @@ def _effective(
     yield "kind", accelerator.distributed_type, expected, "ACCELERATE_USE_FSDP"
     if topology.is_sharded:
         yield from _effective_fsdp(state.fsdp_plugin, config)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number, which accelerate leaves out or makes up: it knows a cpu:1."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _effective_fsdp(plugin: Any, config: AcceleratorConfig) -> Iterator[tuple[str, Any, Any, str]]:
