@@ -21,7 +21,7 @@ from parallel_config import (
 )
 from parallel_engine import Engine, initialize, parameters_on_meta, unwrap
 from parallel_engine.accelerate_build import build_accelerator
-from parallel_engine.wrapping import resolve_wrap_policy
+from parallel_engine.wrapping import only_with_size, resolve_wrap_policy, wrap_units
 from parallel_testing.models import OddModel
 from parallel_testing.ranks import rank_outcomes, run_ranks
 
@@ -447,13 +447,12 @@ def test_parameters_on_meta_keeps_buffers_ties_attributes_and_the_random_stream(
 def accelerate_on_meta():
     with torch.device("meta"):
         model = Model()
-    policy = resolve_wrap_policy(model, FSDPConfig())
+    units = wrap_units(model, resolve_wrap_policy(model, FSDPConfig()))
     model.scale = None
-    accelerator = build_accelerator(
-        AcceleratorConfig(), Topology(dp_shard=2), torch.device("cpu"), wrap_policy=policy
-    )
+    accelerator = build_accelerator(AcceleratorConfig(), Topology(dp_shard=2), torch.device("cpu"))
     optimizer = make_optimizer(model)
-    _, optimizer = accelerator.prepare(model, optimizer)
+    with only_with_size(model, units.values()):
+        _, optimizer = accelerator.prepare(model, optimizer)
     return len({id(p) for group in optimizer.param_groups for p in group["params"]})
 
 

@@ -3,9 +3,19 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from parallel_config import ConfigError, FSDPConfig
+from parallel_config import (
+    AcceleratorConfig,
+    ActivationCheckpointingConfig,
+    ConfigError,
+    FSDPConfig,
+    ParallelismConfig,
+    clean_fqn,
+)
+from parallel_engine import Engine
 from parallel_engine.wrapping import forward_methods, resolve_wrap_policy, wrap_units
+from parallel_testing.ranks import run_ranks
 
 
 class Block(nn.Module):
@@ -49,13 +59,88 @@ def test_the_users_classes_come_before_the_models():
     ]
 
 
-def test_a_unit_by_size_has_at_least_that_many_parameters():
-    assert units(Plain(), min_num_params=72) == [
-        "blocks.0",
-        "blocks.0.linear",
-        "blocks.1",
-        "blocks.1.linear",
-    ]
+def test_a_unit_by_size_has_at_least_that_many_parameters_of_its_own():
+    assert units(Plain(), min_num_params=72) == ["blocks.0.linear", "blocks.1.linear"]
+    pairs = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
+    assert units(pairs, min_num_params=100) == ["0"]
+    assert units(pairs, min_num_params=1) == ["0.0", "0.1", "1"]
+
+
+def test_classes_without_parameters_are_no_units():
+    with pytest.raises(ConfigError, match="modules of these classes have no parameters"):
+        units(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), wrap_modules=("ReLU",))
+
+
+class Tower(nn.Module):
+    """Of blocks that bear the name of other blocks, and one of a class derived from them."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x + self.linear(x)
+
+    class Special(Block):
+        pass
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Block(), self.Special(), self.Block()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class TwoTowers(nn.Module):
+    _fsdp_wrap_modules = ("Block",)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x - self.linear(x)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+        self.action = Tower()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.action(x).mean()
+
+
+def sharded_units(config):
+    """Names of the units of a real run, and how many modules of it hook an all-gather."""
+    engine = Engine(parallelism=ParallelismConfig(dp_shard=2), accelerator=config, device="cpu")
+    model = TwoTowers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], lambda m, x: m(x))
+    found = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    return [clean_fqn(name) for name in found]
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("by_size", [False, True])
+def test_the_units_of_a_run_are_the_declared_ones_and_no_others(mode, by_size):
+    """Not the first class of a name, not its subclasses; not twice with checkpointing."""
+    config = AcceleratorConfig(
+        fsdp=FSDPConfig(min_num_params=1 if by_size else None),
+        activation_checkpointing=ActivationCheckpointingConfig(mode=mode),
+    )
+    wanted = ["blocks.0", "blocks.1", "action.layers.0", "action.layers.2"]
+    if by_size:
+        wanted = [f"{n}.linear" for n in (*wanted[:3], "action.layers.1", wanted[3])]
+    for found in run_ranks(sharded_units, 2, config, init=False):
+        assert found == ["", *wanted]
 
 
 def test_nobody_names_units():

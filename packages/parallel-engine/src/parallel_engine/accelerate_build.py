@@ -3,7 +3,8 @@
 accelerate fills every field left open from its environment variables, and one of them
 (`ACCELERATE_GRADIENT_ACCUMULATION_STEPS`) beats even an explicit number, though not a plugin. So
 nothing is left open, and what it ended up with is checked: a difference is an error that names the
-variable, unless `PARALLEL_ALLOW_ACCELERATE_ENV=1` lets the environment win.
+variable, unless `PARALLEL_ALLOW_ACCELERATE_ENV=1` lets the environment win. It never wins over the
+kind, the device or the degrees.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate import ParallelismConfig as AccelerateParallelism
@@ -33,7 +35,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from parallel_config import AcceleratorConfig, ConfigError, Kind, Problem, Topology
 from parallel_config.environment import ALLOW_VARIABLE, LaunchFacts, environment_wins
 from parallel_engine.cpu_fsdp import shard_on_cpu
-from parallel_engine.wrapping import WrapPolicy
 
 DTYPES = {"no": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What accelerate itself writes into the environment while its objects are built.
@@ -55,11 +56,10 @@ def build_accelerator(
     topology: Topology,
     device: torch.device,
     *,
-    wrap_policy: WrapPolicy | None = None,
     ignored: Sequence[nn.Module] = (),
     facts: LaunchFacts | None = None,
 ) -> Accelerator:
-    """Collective where sharded. Accelerate's view of the config; `wrap_policy` is needed then.
+    """Collective where sharded. Accelerate's view of the config.
 
     `facts` are those of the environment by default.
     """
@@ -69,8 +69,7 @@ def build_accelerator(
     with _environment_as_it_was(), _launched_as(launch_of(facts, device)):
         plugin = mesh = None
         if topology.is_sharded:
-            assert wrap_policy is not None, "a sharded topology needs a wrap policy"
-            plugin = fsdp_plugin(config, wrap_policy, ignored)
+            plugin = fsdp_plugin(config, ignored)
             mesh = _parallelism(topology)
         on_cpu = device.type == "cpu"
         accelerator = Accelerator(
@@ -98,11 +97,14 @@ def require_as_configured(
 ) -> None:
     """Compare what accelerate ended up with.
 
+    Kind, device and degrees are the engine's own too, so they differ under no variable: accelerate
+    would shard a model that the engine replicates.
+
     Raises:
         ConfigError: it differs from the config; names the variables.
     """
     problems = list(_differences(accelerator, config, topology, device))
-    if problems and not environment_wins():
+    if problems:
         raise ConfigError(problems, source="accelerate")
 
 
@@ -121,20 +123,21 @@ def mixed_precision_policy(config: AcceleratorConfig) -> MixedPrecisionPolicy:
 
 
 def fsdp_plugin(
-    config: AcceleratorConfig, policy: WrapPolicy, ignored: Sequence[nn.Module]
+    config: AcceleratorConfig, ignored: Sequence[nn.Module]
 ) -> FullyShardedDataParallelPlugin:
-    by_size = policy.min_num_params is not None
+    """Accelerate's FSDP2 knobs. Which modules become units is said by `only_with_size`."""
+    whole = [parameter for module in ignored for parameter in module.parameters()]
     with _environment_as_it_was():
         return FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=config.fsdp.reshard_after_forward,
             mixed_precision_policy=mixed_precision_policy(config),
-            auto_wrap_policy="size_based_wrap" if by_size else "transformer_based_wrap",
-            transformer_cls_names_to_wrap=None if by_size else list(policy.class_names),
-            # accelerate compares with ">", ours is "at least".
-            min_num_params=(policy.min_num_params or 1) - 1,
+            auto_wrap_policy="size_based_wrap",
+            transformer_cls_names_to_wrap=None,
+            min_num_params=1,  # the units alone have that, see only_with_size
             cpu_offload=_offload_policy() if config.fsdp.cpu_offload else False,
-            ignored_modules=list(ignored),  # None would be filled from FSDP_IGNORED_MODULES
+            # None would be filled from FSDP_IGNORED_MODULES. A list of their own keeps its size.
+            ignored_modules=[nn.ParameterList(whole)] if whole else [],
             state_dict_type="SHARDED_STATE_DICT",
             limit_all_gathers=True,
             activation_checkpointing=False,
@@ -238,19 +241,58 @@ def _launched_as(launch: dict[str, str]) -> Iterator[None]:
 def _differences(
     accelerator: Accelerator, config: AcceleratorConfig, topology: Topology, device: torch.device
 ) -> Iterator[Problem]:
-    for field, found, wanted, variable in _effective(accelerator, config, topology, device):
+    for field, found, wanted, *variables in _structure(accelerator, topology, device):
         if found != wanted:
-            value = os.environ.get(variable)
-            cause = f"{variable} = {value!r}" if value is not None else "an earlier Accelerator"
-            yield Problem(
-                field,
-                f"= {wanted}, but accelerate ended up with {found} because of {cause}.",
-                f"Unset {variable}, or set {ALLOW_VARIABLE}=1 to let the environment win.",
-            )
+            yield _difference(field, found, wanted, variables, may_win=False)
+    for field, found, wanted, variable in _effective(accelerator, config, topology):
+        if found != wanted and not environment_wins():
+            yield _difference(field, found, wanted, [variable], may_win=True)
+
+
+def _difference(
+    field: str, found: Any, wanted: Any, variables: Sequence[str], *, may_win: bool
+) -> Problem:
+    given = [name for name in variables if name in os.environ]
+    message = f"= {wanted}, but accelerate ended up with {found}"
+    if not given:
+        return Problem(
+            field,
+            f"{message}, and {' and '.join(variables)} does not explain it.",
+            f"accelerate {accelerate.__version__} may behave otherwise than 1.15, which is known.",
+        )
+    others = f", or set {ALLOW_VARIABLE}=1 to let the environment win" if may_win else ""
+    return Problem(
+        field,
+        f"{message} because of {', '.join(f'{name} = {os.environ[name]!r}' for name in given)}.",
+        f"Unset {' and '.join(given)}{others}.",
+    )
+
+
+def _structure(
+    accelerator: Accelerator, topology: Topology, device: torch.device
+) -> Iterator[tuple[Any, ...]]:
+    """(field, what accelerate has, what the engine has, the variables that would explain it)."""
+    variables = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
+    yield "device", with_index(accelerator.device), with_index(device), *variables
+    yield "world size", accelerator.num_processes, topology.world_size, "WORLD_SIZE"
+    expected = {
+        Kind.SINGLE: DistributedType.NO,
+        Kind.DDP: DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU,
+    }.get(topology.kind, DistributedType.FSDP)
+    variables = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+    yield "kind", accelerator.distributed_type, expected, *variables
+    found = _degrees(accelerator.state.parallelism_config)
+    wanted = _degrees(_parallelism(topology)) if topology.is_sharded else {}
+    yield "degrees", found, wanted, "ACCELERATE_USE_PARALLELISM_CONFIG"
+
+
+def _degrees(parallelism: AccelerateParallelism | None) -> dict[str, int]:
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    return {} if parallelism is None else {name: getattr(parallelism, name) for name in names}
 
 
 def _effective(
-    accelerator: Accelerator, config: AcceleratorConfig, topology: Topology, device: torch.device
+    accelerator: Accelerator, config: AcceleratorConfig, topology: Topology
 ) -> Iterator[tuple[str, Any, Any, str]]:
     """(field, what accelerate has, what the config says, the variable that would explain it)."""
     state = accelerator.state
@@ -274,13 +316,6 @@ def _effective(
     )
     fp8 = str(accelerator.fp8_backend.value)
     yield "fp8 backend", fp8, "NO", "ACCELERATE_FP8_BACKEND"
-    yield "device", with_index(accelerator.device), with_index(device), "ACCELERATE_USE_CPU"
-    yield "world size", accelerator.num_processes, topology.world_size, "WORLD_SIZE"
-    expected = {
-        Kind.SINGLE: DistributedType.NO,
-        Kind.DDP: DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU,
-    }.get(topology.kind, DistributedType.FSDP)
-    yield "kind", accelerator.distributed_type, expected, "ACCELERATE_USE_FSDP"
     if topology.is_sharded:
         yield from _effective_fsdp(state.fsdp_plugin, config)
 

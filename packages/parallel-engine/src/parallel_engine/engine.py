@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -58,10 +58,9 @@ from parallel_engine.plan import ShardPlan, plan
 from parallel_engine.step import LossFn, NonFiniteError, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
 from parallel_engine.wrapping import (
-    WrapPolicy,
-    containers_out_of_size,
     drop_gradients,
     forward_methods,
+    only_with_size,
     resolve_wrap_policy,
     unit_sizes,
     unwrap,
@@ -201,10 +200,11 @@ class Engine:
         if not built_late:
             optimizer, scheduler = _ranks.together(lambda: build(model, optimizer, scheduler))
         policy = resolve_wrap_policy(model, self.config.fsdp) if sharded else None
-        ignored = preflight.ignored_modules(model, self.config) if policy else []
+        units = wrap_units(model, policy) if policy else _declared_units(model, self.config)
+        ignored = preflight.ignored_modules(model, self.config) if sharded else []
         replicated = _names_of(model, ignored)
-        accelerator = self._before_wrapping(model, policy, ignored)
-        with containers_out_of_size(model, policy), without_mesh_warnings():
+        accelerator = self._before_wrapping(model, units, ignored)
+        with only_with_size(model, units.values() if sharded else None), without_mesh_warnings():
             if built_late:
                 wrapped = shard_alone(model, accelerator)
             else:
@@ -226,7 +226,7 @@ class Engine:
             fix_buckets(wrapped)
         if policy:
             assert isinstance(optimizer, Optimizer)
-            preflight.verify_sharded(wrapped, optimizer, replicated)
+            preflight.verify_sharded(wrapped, optimizer, units, replicated)
             self._order = UnitOrder(wrapped, self.topology.world_size)
             self._log_units(wrapped, policy.source)
         self._model = wrapped
@@ -435,10 +435,9 @@ class Engine:
         return forward_methods(model)
 
     def _before_wrapping(
-        self, model: nn.Module, policy: WrapPolicy | None, ignored: Sequence[nn.Module]
+        self, model: nn.Module, units: Mapping[str, nn.Module], ignored: Sequence[nn.Module]
     ) -> Accelerator:
         """Collective: every rank. What comes before sharding, in this order."""
-        units = wrap_units(model, policy) if policy else _declared_units(model, self.config)
         preflight.make_contiguous(model)
         preflight.widen_masters(model, self.config)
         begin_alike(model, self.device)
@@ -448,7 +447,6 @@ class Engine:
             self.config,
             self.topology,
             self.device,
-            wrap_policy=policy,
             ignored=ignored,
             facts=self.facts,
         )

@@ -25,7 +25,12 @@ from torch.distributed.tensor import DTensor
 from parallel_config import AcceleratorConfig, ParallelismConfig, Topology, clean_fqn
 from parallel_engine import preflight
 from parallel_engine.accelerate_build import fsdp_plugin, mixed_precision_policy
-from parallel_engine.wrapping import containers_out_of_size, param_groups, resolve_wrap_policy
+from parallel_engine.wrapping import (
+    only_with_size,
+    param_groups,
+    resolve_wrap_policy,
+    wrap_units,
+)
 
 _TINY = 1_000_000
 
@@ -182,8 +187,8 @@ def _fake_mesh(topology: Topology) -> Iterator[DeviceMesh]:
 
 def _shard(model: nn.Module, config: AcceleratorConfig, mesh: DeviceMesh) -> None:
     """Accelerate's sharding with as much of an Accelerator as it looks at."""
-    policy = resolve_wrap_policy(model, config.fsdp)
-    plugin = fsdp_plugin(config, policy, preflight.ignored_modules(model, config))
+    units = wrap_units(model, resolve_wrap_policy(model, config.fsdp))
+    plugin = fsdp_plugin(config, preflight.ignored_modules(model, config))
     stand_in = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh=mesh,
@@ -192,7 +197,7 @@ def _shard(model: nn.Module, config: AcceleratorConfig, mesh: DeviceMesh) -> Non
         mixed_precision=config.mixed_precision,
         is_main_process=False,
     )
-    with containers_out_of_size(model, policy), _empty_chunks_shared():
+    with only_with_size(model, units.values()), _empty_chunks_shared():
         fsdp2_prepare_model(stand_in, model)
 
 

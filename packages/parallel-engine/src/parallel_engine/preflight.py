@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology
+from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, clean_fqn
 from parallel_config.errors import nearest
 from parallel_engine.materialize import plain_meta_tensors
 from parallel_engine.wrapping import resolve_wrap_policy, wrap_units
@@ -197,12 +198,18 @@ def _innermost(model: nn.Module, parameter: str, unit_names: Mapping[int, str]) 
     return found
 
 
-def verify_sharded(model: nn.Module, optimizer: Optimizer, replicated: set[str]) -> None:
-    """Prove that sharding happened: every parameter but `replicated` is cut.
+def verify_sharded(
+    model: nn.Module, optimizer: Optimizer, units: Iterable[str], replicated: set[str]
+) -> None:
+    """Prove that sharding happened: at these units, and every parameter but `replicated` is cut.
 
     Raises:
-        RuntimeError: some parameter is still whole, or the optimizer lost one.
+        RuntimeError: a module is no unit, some parameter is still whole, or the optimizer lost one.
     """
+    sharded = {clean_fqn(name) for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    missing = sorted(set(units) - sharded)
+    if missing:
+        raise RuntimeError(f"prepare made no units of {missing[:10]}, only of {sorted(sharded)}")
     whole = [
         name
         for name, p in model.named_parameters()

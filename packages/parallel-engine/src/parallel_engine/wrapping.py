@@ -8,7 +8,7 @@ without any is an error, since sharding the root alone saves no memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,6 @@ class WrapPolicy:
     min_num_params: int | None = None
     source: str = ""
     """Who decided: a field path, or the model's class."""
-
-    def matches(self, module: nn.Module) -> bool:
-        """Whether `module` becomes a unit of its own."""
-        if self.min_num_params is not None:
-            return runs(module) and _num_params(module) >= self.min_num_params
-        return type(module).__name__ in self.class_names
 
 
 def resolve_wrap_policy(model: nn.Module, config: FSDPConfig) -> WrapPolicy:
@@ -55,8 +49,22 @@ def resolve_wrap_policy(model: nn.Module, config: FSDPConfig) -> WrapPolicy:
 
 
 def wrap_units(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
-    """The modules below the root that become units, by FQN."""
-    return {name: m for name, m in model.named_modules() if name and policy.matches(m)}
+    """The modules below the root that become units, by FQN.
+
+    By size a module is one when what is left of it, units within taken out, is large enough. One
+    without parameters has nothing to be gathered.
+    """
+    below = {name: m for name, m in model.named_modules() if name and _num_params(m) > 1}
+    if policy.min_num_params is None:
+        return {name: m for name, m in below.items() if type(m).__name__ in policy.class_names}
+    units: dict[str, nn.Module] = {}
+    taken: set[int] = set()
+    for name, module in reversed(below.items()):  # what is within comes first
+        left = [p for p in module.parameters() if id(p) not in taken]
+        if runs(module) and sum(p.numel() for p in left) >= policy.min_num_params:
+            units[name] = module
+            taken.update(map(id, left))
+    return {name: module for name, module in below.items() if name in units}
 
 
 def unit_sizes(model: nn.Module) -> dict[str, int]:
@@ -128,7 +136,16 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
                     f"{nearest(name, present)} It has: {_class_list(model)}.".strip(),
                 )
             )
-    for fqn, module in wrap_units(model, policy).items():
+    units = wrap_units(model, policy)
+    if not units:
+        raise ConfigError(
+            Problem(
+                policy.source,
+                f"= {list(policy.class_names)}, but modules of these classes have no parameters.",
+                "Name the classes of the modules that hold most of them.",
+            )
+        )
+    for fqn, module in units.items():
         if not runs(module):
             raise ConfigError(
                 Problem(
@@ -151,16 +168,18 @@ def _num_params(module: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def containers_out_of_size(model: nn.Module, policy: WrapPolicy | None) -> Iterator[None]:
-    """While accelerate shards by size: containers without a forward count as empty.
+def only_with_size(model: nn.Module, units: Iterable[nn.Module] | None) -> Iterator[None]:
+    """While accelerate shards, by size: every module but these counts as empty; None changes none.
 
-    Its size policy looks at `parameters()` alone, so that it would choose the ModuleList around
-    the blocks, which FSDP2 refuses.
+    Its size policy looks at `parameters()` alone. Its own choices are not ours: of a class name it
+    takes the first class that bears it, and all subclasses; by size it takes the ModuleList around
+    the blocks, which FSDP2 refuses, and modules of which nothing is left.
     """
-    by_size = policy is not None and policy.min_num_params is not None
-    hidden = [m for m in model.modules() if not runs(m)] if by_size else []
+    chosen = {id(module) for module in units or ()}
+    below = [m for name, m in model.named_modules() if name]
+    hidden = [m for m in below if units is not None and id(m) not in chosen]
     for module in hidden:
-        module.parameters = lambda recurse=True: iter(())  # type: ignore[method-assign]
+        module.parameters = lambda recurse=True: iter(())
     try:
         yield
     finally:
