@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_config import AcceleratorConfig, ConfigError, ParallelismConfig
+from parallel_config import AcceleratorConfig, ConfigError, ParallelismConfig, Topology
 from parallel_engine import Engine
+from parallel_engine.accelerate_build import build_accelerator, require_as_configured
 from parallel_testing.ranks import run_ranks
 
 # A value for each variable that accelerate 1.15 reads, different from what a run has.
@@ -231,3 +232,55 @@ def an_earlier_accelerator():
 def test_an_earlier_accelerator_leaves_nothing_behind():
     alone = run_ranks(effective, 1, {}, init=False)
     assert run_ranks(an_earlier_accelerator, 1, init=False) == alone
+
+
+def a_device_of_the_environment():
+    os.environ["PARALLEL_ALLOW_ACCELERATE_ENV"] = "1"
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "meta"
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError) as caught:
+        Engine(device="cpu").prepare(model, optimizer, None, None)
+    return str(caught.value).splitlines()[-1].strip()
+
+
+def test_the_environment_never_wins_over_the_device():
+    assert run_ranks(a_device_of_the_environment, 1, init=False) == [
+        "device = cpu, but accelerate ended up with meta because of ACCELERATE_TORCH_DEVICE = "
+        "'meta'. Unset ACCELERATE_TORCH_DEVICE."
+    ]
+
+
+def a_kind_of_the_environment(names):
+    """As on GPUs, where accelerate shards by itself what the engine replicates."""
+    config, topology, device = AcceleratorConfig(), Topology(dp_replicate=2), torch.device("cpu")
+    accelerator = build_accelerator(config, topology, device)
+    require_as_configured(accelerator, config, topology, device)
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    os.environ.update(dict.fromkeys(names, "true"), PARALLEL_ALLOW_ACCELERATE_ENV="1")
+    with pytest.raises(ConfigError) as caught:
+        require_as_configured(accelerator, config, topology, device)
+    return str(caught.value).splitlines()[-1].strip()
+
+
+KIND = "kind = DistributedType.MULTI_CPU, but accelerate ended up with DistributedType.FSDP"
+
+
+@pytest.mark.parametrize(
+    ("names", "cause"),
+    [
+        (
+            ["ACCELERATE_USE_FSDP"],
+            " because of ACCELERATE_USE_FSDP = 'true'. Unset ACCELERATE_USE_FSDP.",
+        ),
+        (
+            [],
+            "; ACCELERATE_USE_FSDP, ACCELERATE_USE_DEEPSPEED, ACCELERATE_USE_MEGATRON_LM would "
+            f"explain it, but is not set. accelerate {accelerate.__version__} may behave otherwise "
+            "than 1.15, which is known.",
+        ),
+    ],
+)
+def test_the_environment_never_wins_over_the_kind(names, cause):
+    found = run_ranks(a_kind_of_the_environment, 2, names)
+    assert found == [KIND + cause] * 2

@@ -257,7 +257,7 @@ def _difference(
     if not given:
         return Problem(
             field,
-            f"{message}, and {' and '.join(variables)} does not explain it.",
+            f"{message}; {', '.join(variables)} would explain it, but is not set.",
             f"accelerate {accelerate.__version__} may behave otherwise than 1.15, which is known.",
         )
     others = f", or set {ALLOW_VARIABLE}=1 to let the environment win" if may_win else ""
@@ -272,15 +272,15 @@ def _structure(
     accelerator: Accelerator, topology: Topology, device: torch.device
 ) -> Iterator[tuple[Any, ...]]:
     """(field, what accelerate has, what the engine has, the variables that would explain it)."""
-    variables = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
-    yield "device", with_index(accelerator.device), with_index(device), *variables
+    devices = with_index(accelerator.device), with_index(device)
+    yield "device", *devices, "ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"
     yield "world size", accelerator.num_processes, topology.world_size, "WORLD_SIZE"
     expected = {
         Kind.SINGLE: DistributedType.NO,
         Kind.DDP: DistributedType.MULTI_CPU if device.type == "cpu" else DistributedType.MULTI_GPU,
     }.get(topology.kind, DistributedType.FSDP)
-    variables = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
-    yield "kind", accelerator.distributed_type, expected, *variables
+    backends = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+    yield "kind", accelerator.distributed_type, expected, *backends
     found = _degrees(accelerator.state.parallelism_config)
     wanted = _degrees(_parallelism(topology)) if topology.is_sharded else {}
     yield "degrees", found, wanted, "ACCELERATE_USE_PARALLELISM_CONFIG"
