@@ -140,7 +140,7 @@ def effective(degrees):
     ]
     return {
         "steps": accelerator.gradient_accumulation_steps,
-        "window": plain(accelerator.gradient_state)["plugin_kwargs"],
+        "window": plain(accelerator.gradient_state),
         "precision": (state.mixed_precision, accelerator.native_amp),
         "kind": (str(state.distributed_type), state.num_processes, str(state.device)),
         "dynamo": plain(state.dynamo_plugin),
@@ -222,10 +222,14 @@ def test_the_environment_wins_where_that_is_allowed():
 
 
 def an_earlier_accelerator():
-    """Somebody else's, with other settings, in the same process."""
-    from accelerate import Accelerator
-
-    Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4)
+    """Somebody else's, with other settings, in the same process; it ended within a window."""
+    other = accelerate.Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=4)
+    model, loader = other.prepare(Model(), torch.utils.data.DataLoader([torch.ones(4)] * 8))
+    for batch in loader:
+        with other.accumulate(model):
+            other.backward(model(batch).mean())
+            assert not other.sync_gradients
+        break
     return effective({})
 
 

@@ -19,7 +19,7 @@ import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate import ParallelismConfig as AccelerateParallelism
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -65,6 +65,7 @@ def build_accelerator(
     """
     # Whatever an earlier Accelerator of this process left behind says nothing about this run.
     AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     facts = LaunchFacts.read() if facts is None else facts
     with _environment_as_it_was(), _launched_as(launch_of(facts, device)):
         plugin = mesh = None
