@@ -25,15 +25,19 @@ from parallel_ckpt import (
     CheckpointError,
     CheckpointSaver,
     DamagedCheckpoint,
+    Manifest,
     RunFolder,
     StateMismatch,
     _ranks,
     load_weights,
+    newest_intact,
     read_manifest,
     read_start,
     resolve_checkpoint,
     restore,
     save_weights,
+    weights,
+    writing,
 )
 from parallel_ckpt.convert import convert
 from parallel_ckpt.inspect import inspect
@@ -101,6 +105,49 @@ def test_a_collective_call_that_one_rank_makes_alone_is_told(call: str, tmp_path
     who = "ranks [1]" if call == "save" else "another rank"
     words = f"was not made by {who} within 2 s. Every rank makes this call"
     assert words in message, outcomes[0].error
+
+
+# What only the main rank uses
+
+
+def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
+    """Kinds of plans that this rank was sent, results that it got, and what it was told."""
+    heard: list[str] = []
+
+    def hear(self: object, state: dict[str, Any]) -> None:
+        heard.append(type(self).__name__)
+        vars(self).update(state)
+
+    for kind in (writing.Own, weights.Box, Manifest):
+        kind.__setstate__ = hear
+    model, optimizer = build()
+    train(model, optimizer, 0)
+    topology = Topology(dp_shard=3)
+    with CheckpointSaver(root, topology=topology, on_note=quiet) as saver:
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    newest_intact(root)
+    ranks = _ranks.all_ranks()
+    got = ranks.attempt_for_main(lambda: 10 * ranks.rank)
+    told = []
+    for call in (ranks.attempt_for_main, ranks.on_main):
+        try:
+            call(lambda: [][0] if ranks.rank != 1 else 0)
+        except CheckpointError as error:
+            told.append(str(error))
+    return heard, got, told
+
+
+def test_a_rank_is_sent_what_it_uses_and_every_rank_hears_of_an_error(tmp_path: Path) -> None:
+    outcomes = run_ranks(hear_of_plans, 3, tmp_path)
+    (heard, got, told), *others = outcomes
+    assert heard.count("Own") == 3
+    assert heard.count("Box") == 3 * 4
+    assert got == [0, 10, 20]
+    assert told == 2 * ["rank 0 failed: IndexError: list index out of range"]
+    for heard, got, also_told in others:
+        assert heard == ["Manifest"]
+        assert got == []
+        assert also_told == told
 
 
 # The link to the newest checkpoint

@@ -93,6 +93,19 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather(self, value: T) -> list[T]:
+        """Collective: every rank. On the main rank the values of all, in order of rank; else none.
+
+        What only the main rank uses is not sent to everyone: of 1000 ranks each would hold 1000.
+        """
+        if self.group is None:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values, dst=MAIN, group=self.group)
+        return values or []
+
     def broadcast(self, value: T) -> T:
         """Collective: every rank. The main rank's value."""
         if self.group is None:
@@ -121,6 +134,21 @@ class Ranks:
         self._raise_first([found for _, found in outcomes], cause)
         return [found[0] for found, _ in outcomes]
 
+    def attempt_for_main(self, act: Callable[[], T]) -> list[T]:
+        """Collective: every rank. As `attempt`; the results of all on the main rank, else none."""
+        result, cause, error = self._try(act)
+        outcomes = self.gather((result, error))
+        first = next((found for _, found in outcomes if found is not None), None)
+        self._raise_first([self.broadcast(first)], cause)
+        return [found[0] for found, _ in outcomes]
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """Collective: every rank. Run `act` on the main rank; all get its result or its error."""
+        result, cause, error = self._try(act) if self.is_main else ([], None, None)
+        result, error = self.broadcast((result, error))
+        self._raise_first([error], cause)
+        return result[0]
+
     def _try(self, act: Callable[[], T]) -> tuple[list[T], Exception | None, ConfigError | None]:
         try:
             return [act()], None, None
@@ -131,10 +159,6 @@ class Ranks:
         for error in errors:
             if error is not None:
                 raise error from (None if cause is error else cause)
-
-    def on_main(self, act: Callable[[], T]) -> T:
-        """Collective: every rank. Run `act` on the main rank; all get its result or its error."""
-        return self.attempt_all(lambda: act() if self.is_main else None)[MAIN]  # type: ignore[return-value]
 
 
 def _not_all_here(call: str, error: RuntimeError, waited_s: float) -> CheckpointError:

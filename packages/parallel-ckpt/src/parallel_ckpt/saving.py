@@ -221,7 +221,7 @@ class CheckpointSaver:
         """Write, flush, agree, commit."""
         folder = StepFolder(Path(ranks.on_main(lambda: str(self._begin(snapshot.step)))))
         try:
-            own = ranks.attempt_all(lambda: write_own(folder, snapshot, ranks, self._format))
+            own = ranks.attempt_for_main(lambda: write_own(folder, snapshot, ranks, self._format))
             weights = self._write_safetensors(folder, snapshot, ranks)
             path = ranks.on_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
         except BaseException:

@@ -61,12 +61,12 @@ def write_safetensors(
         for name, owner in chosen.items()
         if owner == ranks.rank
     }
-    boxes = _by_tensor(ranks.all_gather(mine))
+    boxes = _by_tensor(ranks.gather(mine))
     names = ranks.attempt(lambda: split_by_size(shards, max_shard_bytes))
     if not ranks.is_main:
         for file_names in names.values():
             _send(file_names, shards, mine, ranks)
-    return ranks.broadcast(_receive_all(folder, names, shards, boxes, ranks))
+    return _receive_all(folder, names, shards, boxes, ranks)
 
 
 def split_by_size(shards: Mapping[str, Shard], max_shard_bytes: int) -> dict[str, list[str]]:
