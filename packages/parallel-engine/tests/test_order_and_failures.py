@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from parallel_config import AcceleratorConfig, GradientAccumulationConfig, ParallelismConfig
-from parallel_engine import Engine, UnitOrderError
+from parallel_config import (
+    AcceleratorConfig,
+    ConfigError,
+    GradientAccumulationConfig,
+    ParallelismConfig,
+    Problem,
+)
+from parallel_engine import Engine, UnitOrderError, from_main, together
 from parallel_testing.ranks import rank_outcomes, run_ranks
 
 
@@ -263,3 +269,44 @@ def threads_left():
 
 def test_an_engine_that_is_dropped_watches_no_more():
     assert run_ranks(threads_left, 2, init=False) == [0, 0]
+
+
+def damaged():
+    raise ConfigError(Problem("episode 3", "is damaged."))
+
+
+def wrong_input_on_rank_1():
+    engine, model, optimizer = prepared({})
+
+    def loss_fn(m, batch):
+        if engine.rank == 1:
+            damaged()
+        return m(batch).mean()
+
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
+
+
+def test_wrong_input_that_one_rank_alone_finds_is_told():
+    outcomes = rank_outcomes(wrong_input_on_rank_1, 2, init=False)
+    assert [o.error_type for o in outcomes] == ["PeerError", "ConfigError"]
+    assert "rank 1 failed: ConfigError: episode 3 is damaged." in outcomes[0].error
+
+
+def wrong_input_that_is_agreed():
+    from parallel_engine import failures
+
+    failures.GRACE_S = 0.5
+    engine, model, optimizer = prepared({})
+    for agree in (
+        lambda: together(lambda: damaged() if engine.rank == 1 else None),
+        lambda: from_main(damaged),
+    ):
+        with pytest.raises(ConfigError, match="episode 3 is damaged"), engine.telling_peers():
+            agree()
+    time.sleep(2)
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], lambda m, b: m(b).mean())
+
+
+def test_wrong_input_that_all_know_of_is_told_to_nobody(capfd):
+    run_ranks(wrong_input_that_is_agreed, 2, init=False)
+    assert "failed" not in capfd.readouterr().err

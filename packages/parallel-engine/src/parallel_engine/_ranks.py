@@ -22,6 +22,7 @@ from parallel_config.environment import LaunchFacts, launch_variables, requested
 from parallel_engine.meeting import meet
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -158,9 +159,18 @@ def agree(error: BaseException | None) -> None:
     dist.all_gather_object(errors, _portable(error))
     for rank, found in enumerate(errors):
         if found is not None:
-            if error is not None and rank == dist.get_rank():
-                raise error
-            raise found
+            raise agreed(error if error is not None and rank == dist.get_rank() else found)
+
+
+def agreed(error: E) -> E:
+    """Mark an error that every rank raises, so that nobody needs to be told of it."""
+    vars(error)["is_agreed"] = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank raises this error."""
+    return vars(error).get("is_agreed") is True
 
 
 def together(fn: Callable[[], T]) -> T:
@@ -193,7 +203,7 @@ def from_main(fn: Callable[[], T]) -> T:
     dist.broadcast_object_list(outcome, src=0)
     value, failure = outcome
     if failure is not None:
-        raise failure
+        raise agreed(failure)
     return value  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, clean_fqn
+from parallel_engine._ranks import agreed
 
 log = logging.getLogger("parallel_engine")
 
@@ -89,13 +90,8 @@ def _require_same(mine: list[str], what: str, remedy: str) -> None:
     rank = next(r for r, other in enumerate(lists) if other != lists[0])
     pairs = zip_longest(lists[0], lists[rank], fillvalue="nothing")
     first, other = next((a, b) for a, b in pairs if a != b)
-    raise ConfigError(
-        Problem(
-            what,
-            f"differs between ranks: where rank 0 has {first}, rank {rank} has {other}.",
-            remedy,
-        )
-    )
+    found = f"differs between ranks: where rank 0 has {first}, rank {rank} has {other}."
+    raise agreed(ConfigError(Problem(what, found, remedy)))
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel_config import ConfigError
+from parallel_engine._ranks import is_agreed
 
 POLL_S = 0.5
 HEARD_S = 5.0
@@ -65,7 +65,7 @@ class Failures:
     def told(self) -> Iterator[None]:
         """Around code without agreements: its error reaches the peers.
 
-        An agreed error (`ConfigError`) is everybody's already and passes. Who enters again has
+        One that ranks have agreed on is everybody's already and passes. Who enters again has
         handled the last error; every rank must have, or is ended.
 
         Raises:
@@ -76,10 +76,10 @@ class Failures:
             self._begin()
         try:
             yield
-        except (ConfigError, PeerError):
+        except PeerError:
             raise
         except Exception as error:
-            if self._store is None or self._left.is_set():
+            if self._store is None or self._left.is_set() or is_agreed(error):
                 raise
             cause = self._tell(error)
             self._left.set()

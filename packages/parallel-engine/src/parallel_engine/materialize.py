@@ -142,7 +142,7 @@ def require_filled(model: nn.Module) -> None:
             )
         )
     if problems:
-        raise ConfigError(problems)
+        raise _ranks.agreed(ConfigError(problems))
 
 
 def initialize(model: nn.Module, reset: Callable[[nn.Module], Any] | None = None) -> None:
