@@ -141,3 +141,53 @@ def test_the_dtype_of_the_reduction_changes_the_numbers(results, kind):
     assert wide["numbers"][0][0] == narrow["numbers"][0][0]
     assert wide["numbers"][0][1] != narrow["numbers"][0][1]
     assert wide["numbers"][0][1] == pytest.approx(narrow["numbers"][0][1], rel=2e-2)
+
+
+class Classifier(nn.Module):
+    """Its loss is computed inside, and by a declared method, or outside from its logits."""
+
+    _fsdp_wrap_modules = ("Block",)
+    _fsdp_forward_methods = ("compute_loss",)
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(8, 500)
+
+    def forward(self, batch):
+        return self.head(self.block(batch["x"]))
+
+    def compute_loss(self, batch):
+        assert batch["at"].dtype == torch.float32
+        logits = self.head(self.block(batch["x"]))
+        return nn.functional.cross_entropy(logits, batch["y"]), {"logits": logits}
+
+
+def losses(degrees):
+    torch.manual_seed(0)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(
+        parallelism=ParallelismConfig(**degrees),
+        accelerator=AcceleratorConfig(mixed_precision="bf16"),
+        device="cpu",
+    )
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    x, y = torch.randn(16, 8), torch.arange(16)
+    batch = {"x": x, "y": y, "at": torch.full((16,), 1.001)}
+    with torch.no_grad():
+        logits = model(batch)
+        outside = nn.functional.cross_entropy(logits, y)
+        inside, found = model.compute_loss(batch)
+    dtypes = {str(t.dtype) for t in (logits, outside, inside, found["logits"])}
+    report = engine.step(model, optimizer, None, [batch], lambda m, b: m.compute_loss(b)[0])
+    return dtypes, float(outside), float(inside), report.loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_is_computed_in_fp32_wherever_it_is(kind):
+    world_size, degrees = KINDS[kind]
+    wanted = run_ranks(losses, 1, {}, init=False)[0]
+    for dtypes, *numbers in run_ranks(losses, world_size, degrees, init=False):
+        assert dtypes == {"torch.float32"}
+        # bf16 would round a loss near 6 to a multiple of 0.03.
+        assert numbers == pytest.approx(wanted[1:], rel=1e-4)

@@ -367,3 +367,34 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
     assert report.skipped
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not engine.step(model, optimizer, None, good, loss_fn).skipped
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused_before_the_first_update():
+    for late in (False, True):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        scheduler = (lambda o, p=plateau: p(o)) if late else plateau(optimizer)
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau, which wants a metric"):
+            Engine(device="cpu").prepare(model, optimizer, scheduler, None)
+
+
+def strides_of_a_convolution(degrees):
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last))
+    model._fsdp_wrap_modules = ("Conv2d",)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(parallelism=ParallelismConfig(**degrees), device="cpu")
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    batch = torch.ones(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    report = engine.step(model, optimizer, None, [batch], lambda m, x: m(x).mean())
+    return next(model.parameters()).stride(), report.grad_norm
+
+
+def test_channels_last_stays_where_nothing_is_cut():
+    found = {
+        kind: run_ranks(strides_of_a_convolution, n, degrees, init=False)[0]
+        for kind, (n, degrees) in KINDS.items()
+    }
+    assert [stride for stride, _ in found.values()] == [(27, 1, 9, 3)] * 2 + [(27, 9, 3, 1)]
+    norms = [norm for _, norm in found.values()]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from parallel_config import ConfigError, Problem
 from parallel_engine import preflight
@@ -41,6 +42,19 @@ def order_of_building(optimizer: Optimizer | None, scheduler: Any) -> Iterator[P
         )
 
 
+def _takes_no_metric(scheduler: Any) -> None:
+    """Raise a ConfigError for a scheduler that is stepped by a metric, not by updates."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigError(
+            Problem(
+                "scheduler",
+                "is a ReduceLROnPlateau, which wants a metric at each step; the engine steps "
+                "schedulers after every update, without one.",
+                "Give None, and call scheduler.step(metric) after an evaluation.",
+            )
+        )
+
+
 def _is_factory(scheduler: Any) -> bool:
     return callable(scheduler) and not hasattr(scheduler, "step")
 
@@ -51,7 +65,8 @@ def build(
     """Call what was given as functions.
 
     Raises:
-        ConfigError: what was built is no optimizer, or not of this model's parameters.
+        ConfigError: what was built is no optimizer, or not of this model's parameters; or the
+            scheduler wants a metric.
     """
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer(model)
@@ -59,7 +74,10 @@ def build(
         problems = list(preflight.optimizer_problems(model, optimizer))
         if problems:
             raise ConfigError(problems)
-    return optimizer, scheduler(optimizer) if _is_factory(scheduler) else scheduler
+    if _is_factory(scheduler):
+        scheduler = scheduler(optimizer)
+    _takes_no_metric(scheduler)
+    return optimizer, scheduler
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:

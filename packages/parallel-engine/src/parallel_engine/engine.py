@@ -228,6 +228,7 @@ class Engine:
             assert isinstance(optimizer, Optimizer)
             preflight.verify_sharded(wrapped, optimizer, units, replicated)
             self._order = UnitOrder(wrapped, self.topology.world_size)
+            self._failures.order = self._order
             self._log_units(wrapped, policy.source)
         self._model = wrapped
         return wrapped, optimizer, scheduler, prepare_loader(loader, accelerator, self.device)
@@ -438,7 +439,7 @@ class Engine:
         self, model: nn.Module, units: Mapping[str, nn.Module], ignored: Sequence[nn.Module]
     ) -> Accelerator:
         """Collective: every rank. What comes before sharding, in this order."""
-        preflight.make_contiguous(model)
+        preflight.make_contiguous(model, sharded=self.topology.is_sharded)
         preflight.widen_masters(model, self.config)
         begin_alike(model, self.device)
         checkpoint_units(model, units, self.config.activation_checkpointing)

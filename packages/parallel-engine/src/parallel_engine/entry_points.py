@@ -1,18 +1,24 @@
 """Declared entry points beside `forward`: the same user code on every kind, in the same precision.
 
 FSDP2 registers a method so that its units gather around it. DDP synchronises gradients only when
-its own forward runs, so a declared method is routed through it. accelerate's autocast wraps
-`forward` alone, so the others get it here.
+its own forward runs, so a declared method is routed through it.
+
+Mixed precision means the same on every kind: autocast around the whole call, which takes its
+inputs as they are and gives fp32, so that a loss is computed in fp32 inside and outside. accelerate
+does so for `forward` on one process and under DDP; the rest gets it here. Wrap units still compute
+in, and hand on, what FSDP2 casts their inputs to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +37,11 @@ def prepare_entry_points(
     `wrapped` is what prepare returned, `model` the user's own module in it.
     """
     if isinstance(wrapped, FSDPModule):
+        if autocast_dtype is not None:
+            _keep_inputs(wrapped)
+            for name in ("forward", *names):
+                method = getattr(wrapped, name)
+                setattr(wrapped, name, _under_autocast(method, device_type, autocast_dtype))
         for name in names:
             register_fsdp_forward_method(wrapped, name)
         # Or a unit that runs before the root's first forward takes itself for the root, for good.
@@ -60,7 +71,8 @@ def undeclared_calls_explained(model: nn.Module) -> Iterator[None]:
             raise
         owner = type(model).__name__.removeprefix("FSDP")  # fully_shard renames the class
         raise RuntimeError(
-            f"a method of {owner} other than forward met sharded parameters. "
+            f"{owner}'s sharded parameters were met outside its forward, by a method or by code "
+            "that takes them from the model, such as a penalty on weights: put that into a method. "
             + _declare(owner, "<method>")
         ) from error
     except AttributeError as error:
@@ -82,13 +94,20 @@ def _declare(owner: str, name: str) -> str:
     )
 
 
+def _keep_inputs(wrapped: FSDPModule) -> None:
+    """Let the root's inputs be: FSDP2 would cast targets and times to bf16 with all the rest."""
+    state: Any = wrapped._get_fsdp_state()
+    state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=False)
+
+
 def _under_autocast(
     method: Callable[..., Any], device_type: str, dtype: torch.dtype
 ) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype=dtype):
-            return method(*args, **kwargs)
+            found = method(*args, **kwargs)
+        return convert_to_fp32(found)
 
     return call
 

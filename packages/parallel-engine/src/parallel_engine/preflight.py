@@ -55,10 +55,14 @@ def ignored_modules(model: nn.Module, config: AcceleratorConfig) -> list[nn.Modu
     return [*named, nn.ParameterList(scalars)]
 
 
-def make_contiguous(model: nn.Module) -> None:
-    """Store every parameter contiguously, values kept: FSDP2 and safetensors refuse others."""
+def make_contiguous(model: nn.Module, *, sharded: bool) -> None:
+    """Store parameters contiguously where that is needed, values kept.
+
+    FSDP2 refuses others; elsewhere a layout without gaps or overlaps, as channels_last, stays.
+    """
     for parameter in model.parameters():
-        if not parameter.is_contiguous():
+        is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+        if not parameter.is_contiguous() and (sharded or not is_dense):
             parameter.data = parameter.data.contiguous()
 
 
