@@ -156,6 +156,20 @@ def test_nothing_there(hub, target, tmp_path):
         fetch_checkpoint(replace(target, repo_id="user/other"), tmp_path)
 
 
+def test_where_nothing_can_be_written_nothing_is_fetched(hub, target, run, tmp_path, monkeypatch):
+    hub.create("user/model")
+    _push_all(run[0], target)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishError, match=r"file/x cannot be written: Not a directory"):
+        fetch_checkpoint(target, tmp_path / "file" / "x")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(PublishError, match="has 1,000 bytes free, but the files to fetch need"):
+        fetch_checkpoint(target, tmp_path / "elsewhere")
+    assert list((tmp_path / "elsewhere" / "checkpoints").iterdir()) == []
+    assert hub.requests_to("optimizer") == []
+
+
 def test_pushing_blocks_nobody_and_survives_retention(hub, target, run):
     hub.create("user/model")
     hub.faults.append(Fault("/preupload/", delay_s=1.0))

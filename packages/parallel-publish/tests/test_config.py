@@ -20,8 +20,12 @@ from parallel_publish import PublishConfig
         ({"license": "apache"}, "Did you mean"),
         ({"base_model": "/data/model"}, "a path means nothing to a reader"),
         ({"tags": ("",)}, "which is no tag"),
-        ({"revision": ""}, "publish.revision = '' is no name of a branch. Use --publish.revision"),
+        (
+            {"revision": ""},
+            "publish.revision = '' is no name of a branch to write to. Use --publish.revision",
+        ),
         ({"revision": "a b"}, "no name of a branch"),
+        ({"revision": "f" * 40}, "no name of a branch"),  # but of a commit
         ({"revision": "../x"}, "no name of a branch"),
         ({"revision": "-x"}, "no name of a branch"),
         ({"revision": "x/"}, "no name of a branch"),
@@ -37,7 +41,7 @@ def test_right_fields():
     config = PublishConfig(enable=True, repo_id="user/my_model-1.0", license="apache-2.0")
     assert config.wants_hub
     assert not PublishConfig().wants_hub
-    for revision in ("main", "v1.0", "refs/pr/1", "f" * 40, "größer", "a--b", "a@b"):
+    for revision in ("main", "v1.0", "refs/pr/1", "f" * 39, "größer", "a--b", "a@b"):
         assert PublishConfig(revision=revision).revision == revision
 
 

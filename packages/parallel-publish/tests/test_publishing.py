@@ -302,6 +302,45 @@ def test_a_card_that_is_there_is_sent_as_it_is_and_says_so(hub, tmp_path):
     ]
 
 
+def test_a_file_size_is_honoured_without_a_change_of_dtype(hub, checkpoint, tmp_path):
+    path, model = checkpoint
+    assert publish_checkpoint(path, CONFIG, max_shard_size="300B").ok
+    files = hub.files("user/model")
+    weights = {name: data for name, data in files.items() if name.endswith(".safetensors")}
+    assert len(weights) > 1
+    assert "model.safetensors.index.json" in files
+    found = {}
+    for name, data in weights.items():
+        (tmp_path / name).write_bytes(data)
+        found |= load_file(tmp_path / name)
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(PublishError, match="max_shard_size = '10XB' is no size"):
+        publish_checkpoint(path, CONFIG, max_shard_size="10XB")
+
+
+def test_a_folder_is_sent_as_it_is(hub, tmp_path):
+    """Less what is hidden; and what asks for a change is refused, not ignored."""
+    save_pretrained(TinyModel(), tmp_path / "out")
+    for name in (".env", ".git/config", "__pycache__/x.pyc", "notes/how.txt"):
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_text("x")
+    for change in ({"dtype": "bf16"}, {"max_shard_size": "1KB"}):
+        with pytest.raises(PublishError, match="weights of a folder are sent as they are"):
+            publish_checkpoint(tmp_path / "out", CONFIG, **change)
+    assert hub.requests == []
+    assert publish_checkpoint(tmp_path / "out", CONFIG).ok
+    assert set(hub.files("user/model")) == {"README.md", "model.safetensors", "notes/how.txt"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "train_config.json"])
+def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
+    """Nor could the paths in it be taken out."""
+    save_pretrained(TinyModel(), tmp_path / "out", files={name: '{"root": "/home/me'})
+    with pytest.raises(PublishError, match=rf"{name} is no JSON document"):
+        publish_checkpoint(tmp_path / "out", CONFIG)
+    assert hub.requests == []
+
+
 def test_an_index_that_is_none_is_said(hub, tmp_path):
     save_pretrained(TinyModel(), tmp_path / "out")
     (tmp_path / "out/model.safetensors.index.json").write_text("[]")

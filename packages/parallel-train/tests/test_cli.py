@@ -118,7 +118,7 @@ def test_a_negative_degree(words):
         (["train", "--output_dir", ""], "output_dir = '' is no folder."),
         (["train", "--dataset.root", ""], "dataset.root"),
         (["train", "--publish.repo_id", ""], "publish.repo_id = '' is no name on the Hub"),
-        (["train", "--publish.revision", ""], "publish.revision = '' is no name of a branch."),
+        (["train", "--publish.revision", ""], "publish.revision = '' is no name of a branch"),
         (["train", "--publish.base_model", ""], "publish.base_model = '' is no name on the Hub"),
     ],
 )

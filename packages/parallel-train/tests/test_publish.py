@@ -319,6 +319,11 @@ def test_offline_nothing_is_tried(hub, runs, monkeypatch, capsys):
         (["publish", "--base_model", "/x"], "base_model = '/x' is no name on the Hub"),
         (["publish", "--timeout_s", "0"], "timeout_s = 0, but it is at least 1. Use --timeout_s"),
         (["publish", "--private"], "private = True, but user/model exists and is public."),
+        (
+            ["publish", "--resumable", "--dtype", "bf16", "--tags", "x"],
+            "resumable = True sends the whole checkpoint as it is, without --tags, --dtype.",
+        ),
+        (["publish", "--max_shard_size", "10XB"], "max_shard_size = '10XB' is no size"),
         (["convert", "--push_to_hub", "bad//name"], "push_to_hub = 'bad//name' is no name on"),
         (["convert", "--private"], "private = True, but user/model exists and is public."),
         (["convert", "--push_to_hub", "me/x"], "push_to_hub = 'me/x' belongs to neither 'user'"),
@@ -337,7 +342,7 @@ def test_a_message_names_flags_of_the_command_that_was_run(hub, runs, words, mes
         "publish": PublishCommand(path="", repo_id=""),
         "convert": ConvertCommand(path=""),
     }[words[0]]
-    named = re.findall(r"--([\w.]+)", said.partition("retry:")[0])
+    named = re.findall(r"--(\w+(?:\.\w+)*)", said.partition("retry:")[0])
     assert set(named) <= flag_table(command).keys()
     assert sorted(runs.rglob("*")) == before
     assert hub.commits("user/model") == []

@@ -475,6 +475,10 @@ def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
         return capsys.readouterr().err
 
     assert "path is missing: what is to be resumed?" in fails()
+    assert "from_hub has no value. Use --from_hub user/run." in fails("--from_hub", "--steps", "5")
+    with pytest.raises(SystemExit):
+        run(["resume", "--from_hub", "user/run", "--help"])
+    assert not (ptrain.folder / "outputs").exists()  # nothing is fetched to say what flags mean
     assert "= 'run' is no name on the Hub" in fails("--from-hub=run")
     assert "'run' is to be resumed as well" in fails("run", "--from_hub", "user/run")
     assert "= 'run' is no name on the Hub" in fails("--from_hub", "run")

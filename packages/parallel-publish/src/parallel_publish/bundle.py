@@ -18,10 +18,12 @@ from parallel_ckpt.integrity import Verify, file_problems
 from parallel_ckpt.layout import DCP, SAFETENSORS, SAFETENSORS_INDEX, TRAINING_STATE, StepFolder
 from parallel_ckpt.manifest import FileRecord
 from parallel_config import Problem
+from parallel_config.checkpoint import parse_size
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, loss_curve_svg, render_card
 from parallel_publish.errors import PublishError
 from parallel_publish.processors import Processor
 from parallel_publish.retry import Stop, Stopped, never
+from parallel_publish.sharing import DOCUMENTS
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
@@ -93,7 +95,7 @@ def bundle_checkpoint(
 ) -> StepFolder:
     """Fill `folder` from a committed checkpoint, without ranks; returns the checkpoint.
 
-    Weights are copied where they are safetensors already and nothing is to change, else converted.
+    Weights are linked where they are safetensors already and nothing is to change, else converted.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -107,7 +109,8 @@ def bundle_checkpoint(
     step = StepFolder(resolve_checkpoint(path))
     source = step.pretrained_model
     names = [entry.name for entry in source.iterdir() if entry.is_file()]
-    if _is_linked(step, dtype):
+    limit = parse_size(max_shard_size)
+    if _is_linked(step, dtype, limit):
         refuse_damage(step, "full")
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -117,7 +120,7 @@ def bundle_checkpoint(
 
     folder.mkdir(parents=True, exist_ok=True)
     fresh = folder / ".converted"  # convert replaces a folder, and this one may be locked
-    convert(step.path, output=fresh, dtype=dtype, max_shard_size=max_shard_size, progress=progress)
+    convert(step.path, output=fresh, dtype=dtype, max_shard_size=limit, progress=progress)
     for entry in fresh.iterdir():
         entry.replace(folder / entry.name)
     fresh.rmdir()
@@ -127,15 +130,15 @@ def bundle_checkpoint(
     return step
 
 
-def bundle_bytes(step: StepFolder, *, dtype: Dtype) -> int:
+def bundle_bytes(step: StepFolder, *, dtype: Dtype, max_bytes: int) -> int:
     """Bytes that a checkpoint's bundle takes at most, for the check of the disk."""
-    if _is_linked(step, dtype):
+    if _is_linked(step, dtype, max_bytes):
         return 0
     return sum(record.size_bytes for record in _model_records(step))
 
 
 def bundle_files(folder: Path) -> dict[str, Path]:
-    """Files of a bundle by their path in the repository.
+    """Files of a bundle by their path in the repository; hidden ones are nobody's business.
 
     Raises:
         PublishError: it is no bundle: no or damaged weights, or parts of a checkpoint in it.
@@ -143,8 +146,12 @@ def bundle_files(folder: Path) -> dict[str, Path]:
     problems = list(bundle_problems(folder))
     if problems:
         raise PublishError(problems, source=str(folder))
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    names = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name.as_posix(): path for name, path in names.items() if not _is_private(name)}
+
+
+def _is_private(name: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in name.parts)
 
 
 def bundle_problems(folder: Path) -> Iterator[Problem]:
@@ -166,6 +173,8 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
                 stored |= set(opened.keys()) if path in weights else set()
         except (SafetensorError, OSError) as error:
             yield Problem(str(path), f"is damaged: {error}.")
+    for name in DOCUMENTS:
+        yield from _document_problems(folder / name)
     index = folder / SAFETENSORS_INDEX
     if index.is_file():
         try:
@@ -177,6 +186,15 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
             yield Problem(
                 str(index), f"lists {len(listed)} tensors, but the files hold {len(stored)}."
             )
+
+
+def _document_problems(path: Path) -> Iterator[Problem]:
+    """What is wrong with a JSON document, from which paths could not be taken out either."""
+    if path.is_file():
+        try:
+            json.loads(path.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            yield Problem(str(path), f"is no JSON document: {error}.")
 
 
 def num_bytes(model: torch.nn.Module) -> int:
@@ -212,10 +230,28 @@ def _model_records(step: StepFolder) -> list[FileRecord]:
     return plain if has_weights else records
 
 
-def _is_linked(step: StepFolder, dtype: Dtype) -> bool:
-    """Whether the checkpoint's own weights are sent, not converted ones."""
-    entries = step.pretrained_model.iterdir()
-    return dtype == "keep" and any(is_weight_file(entry.name) for entry in entries)
+def _is_linked(step: StepFolder, dtype: Dtype, max_bytes: int) -> bool:
+    """Whether the checkpoint's own weights are sent, not converted ones.
+
+    A file above the limit is, if one tensor fills it: it cannot be split.
+    """
+    files = [path for path in step.pretrained_model.iterdir() if is_weight_file(path.name)]
+    return dtype == "keep" and bool(files) and not any(_can_be_split(p, max_bytes) for p in files)
+
+
+def _can_be_split(path: Path, max_bytes: int) -> bool:
+    """Whether a file holds more than that, its header aside, and more than one tensor."""
+    if path.suffix != ".safetensors" or path.stat().st_size <= max_bytes:
+        return False
+    try:
+        with open(path, "rb") as file:
+            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+        if path.stat().st_size - header_bytes <= max_bytes:
+            return False
+        with safe_open(path, framework="pt") as opened:
+            return len(list(opened.keys())) > 1
+    except (SafetensorError, OSError):
+        return False  # its damage is told when it is read in earnest
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

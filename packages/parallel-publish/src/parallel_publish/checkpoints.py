@@ -37,6 +37,7 @@ from parallel_publish.hub import (
     RemoteFile,
     Target,
     at_one_state,
+    check_disk,
     download,
     list_files,
     note,
@@ -233,6 +234,15 @@ def fetch_checkpoint(target: Target, run_dir: str | Path, *, step: int | None = 
         )
     incoming = run.hidden(number, TEMPORARY, uuid.uuid4().hex[:12])
     try:
+        incoming.mkdir(parents=True)
+    except OSError as error:
+        raise PublishError.of(
+            run.path, f"cannot be written: {error.strerror}.", "Fetch to a folder that can."
+        ) from None
+    try:
+        prefix = f"{CHECKPOINTS}/{step_name(number)}/"
+        sizes = (file.size_bytes for file in list_files(target) if file.path.startswith(prefix))
+        check_disk(incoming, sum(sizes), "the files to fetch")
         pattern = f"{CHECKPOINTS}/{step_name(number)}/*"
         download(target, allow=[pattern], into=incoming)
         fetched = StepFolder(incoming / CHECKPOINTS / step_name(number))

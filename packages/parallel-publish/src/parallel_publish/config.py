@@ -81,10 +81,12 @@ class PublishConfig:
                 f"'_' and '.', up to {MAX_NAME} characters.",
                 "Use --publish.repo_id user/name.",
             )
-        if self.revision is not None and not is_branch(self.revision):
+        if self.revision is not None and (
+            not is_branch(self.revision) or re.fullmatch("[0-9a-f]{40}", self.revision)
+        ):
             yield Problem(
                 "publish.revision",
-                f"= {self.revision!r} is no name of a branch.",
+                f"= {self.revision!r} is no name of a branch to write to.",
                 "Use --publish.revision main, or leave it out.",
             )
         if self.base_model is not None and not is_repo_id(self.base_model):

@@ -120,8 +120,8 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
     _ask(target, check, "prepared", stop=stop)
 
 
-def check_disk(folder: Path, needed_bytes: int) -> None:
-    """Raise PublishError unless the disk of `folder` has room for what will be staged there."""
+def check_disk(folder: Path, needed_bytes: int, what: str = "the files to publish") -> None:
+    """Raise PublishError unless the disk of `folder` has room for what will be written there."""
     parent = folder.absolute()
     while not parent.exists():
         parent = parent.parent
@@ -129,8 +129,8 @@ def check_disk(folder: Path, needed_bytes: int) -> None:
     if free < needed_bytes:
         raise PublishError.of(
             folder,
-            f"has {free:,} bytes free, but the files to publish need {needed_bytes:,}.",
-            "Free some space, or stage them elsewhere.",
+            f"has {free:,} bytes free, but {what} need {needed_bytes:,}.",
+            "Free some space, or use another folder.",
         )
 
 

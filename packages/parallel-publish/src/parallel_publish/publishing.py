@@ -25,6 +25,7 @@ from parallel_ckpt._ranks import all_ranks
 from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder, step_name
 from parallel_ckpt.shards import unwrap
 from parallel_config import ConfigError
+from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import (
     Dtype,
     bundle_bytes,
@@ -233,7 +234,9 @@ def publish_checkpoint(
     target = Target.of(config, token=token)
     given = Path(path).expanduser().absolute()
     step = _checkpoint(given)
+    limit = _bytes(max_shard_size)
     if step is None:
+        _refuse_changes(given, dtype, max_shard_size)
         info = (card or CardInfo()).with_config(config)
         return _publish_folder(given, target, info, config, dry_run, on_note, stop)
     info = (card or _card_of(step)).with_config(config)
@@ -245,7 +248,7 @@ def publish_checkpoint(
         error = _preflight_error(target, text, stop)
         if error is not None:
             return _failed(step.path, target, error, options)
-    check_disk(root, bundle_bytes(step, dtype=dtype))
+    check_disk(root, bundle_bytes(step, dtype=dtype, max_bytes=limit))
     folder = None if dry_run else bundle_folder(root, int(step.path.name), target)
     with _empty_folder(root, folder) as bundle:
         result = None
@@ -264,6 +267,23 @@ def publish_checkpoint(
         finally:
             if result is None or result.ok:
                 shutil.rmtree(bundle, ignore_errors=True)
+
+
+def _bytes(max_shard_size: str) -> int:
+    try:
+        return parse_size(max_shard_size)
+    except ValueError as error:
+        raise PublishError.of("max_shard_size", f"= {error}") from None
+
+
+def _refuse_changes(folder: Path, dtype: Dtype, max_shard_size: str) -> None:
+    if dtype != "keep" or max_shard_size != "5GB":
+        raise PublishError.of(
+            folder,
+            "is no checkpoint, and the weights of a folder are sent as they are, without a change "
+            "of dtype or max_shard_size.",
+            "Publish the checkpoint.",
+        )
 
 
 def bundle_folder(root: Path, step: int, target: Target) -> Path:

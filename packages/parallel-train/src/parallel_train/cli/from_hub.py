@@ -29,8 +29,10 @@ def fetched(argv: Sequence[str]) -> list[str]:
             went further.
     """
     source = argv_flags.value_of(argv[1:], "from_hub")
-    if argv[:1] != ["resume"] or source is None:
+    if argv[:1] != ["resume"] or source is None or {"-h", "--help"} & set(argv):
         return list(argv)
+    if source.startswith("--"):
+        raise ConfigError(Problem("from_hub", "has no value.", "Use --from_hub user/run."))
     from parallel_train.cli.parsing import resume_flags
 
     paths = argv_flags.positionals(argv[1:], resume_flags())

@@ -146,6 +146,18 @@ def _push(command: PublishCommand, config: Any) -> int:
     from parallel_publish.checkpoints import push_command
     from parallel_publish.hub import preflight
 
+    unused = ("license", "tags", "base_model", "dtype", "max_shard_size")
+    default = PublishCommand(path=command.path, repo_id=command.repo_id)
+    given = [name for name in unused if getattr(command, name) != getattr(default, name)]
+    if given:
+        flags = ", ".join(f"--{name}" for name in given)
+        raise ConfigError(
+            Problem(
+                "resumable",
+                f"= True sends the whole checkpoint as it is, without {flags}.",
+                f"Leave {flags} out.",
+            )
+        )
     checkpoint = resolve_checkpoint(command.path)
     target = Target.of_checkpoints(config)
     if command.revision is not None:
