@@ -74,8 +74,15 @@ def _constraints(session: nox.Session) -> Path:
     return path
 
 
-def _build() -> list[str]:
-    return ["uv", "build", "--quiet", "--all-packages", "--wheel", "--out-dir", "dist", "--clear"]
+_built: list[str] = []
+
+
+def _wheels(session: nox.Session) -> None:
+    """Build every wheel into dist/, once per run of nox: wheels that lie there are of older code."""
+    if not _built:
+        options = ["--quiet", "--all-packages", "--wheel", "--out-dir", "dist", "--clear"]
+        session.run_install("uv", "build", *options)
+        _built.append("dist")
 
 
 @nox.session
@@ -97,15 +104,14 @@ def types(session: nox.Session) -> None:
 @nox.session
 def build(session: nox.Session) -> None:
     """Build every wheel into dist/."""
-    session.run_install(*_build())
+    _wheels(session)
 
 
 @nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 def tests(session: nox.Session, package: str) -> None:
     """One package's suite, from wheels, in an environment that holds only what it declares."""
-    if not list(Path("dist").glob("parallel_*.whl")):
-        session.run_install(*_build())
+    _wheels(session)
     constraints = _constraints(session)
     wheels = ["--find-links", "dist", "--constraint", str(constraints)]
     for ours in (*PACKAGES, "parallel-testing"):

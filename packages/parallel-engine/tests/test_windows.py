@@ -398,3 +398,14 @@ def test_channels_last_stays_where_nothing_is_cut():
     assert [stride for stride, _ in found.values()] == [(27, 1, 9, 3)] * 2 + [(27, 9, 3, 1)]
     norms = [norm for _, norm in found.values()]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
+
+
+def precision_after_an_engine(tf32):
+    torch.set_float32_matmul_precision("high" if not tf32 else "highest")
+    Engine(accelerator=AcceleratorConfig(tf32=tf32), device="cpu")
+    return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+
+
+def test_tf32_is_the_configs_whoever_set_it_before():
+    assert run_ranks(precision_after_an_engine, 1, False, init=False) == [("highest", False)]
+    assert run_ranks(precision_after_an_engine, 1, True, init=False) == [("high", True)]

@@ -13,7 +13,8 @@ from parallel_config import AcceleratorConfig
 
 def apply_determinism(config: AcceleratorConfig) -> None:
     """Set TF32, cuDNN's timed choice of algorithms and deterministic algorithms as configured."""
-    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    # Not `matmul.allow_tf32`: after this call by anybody, setting that leaves torch in two minds.
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     torch.backends.cudnn.deterministic = config.deterministic
