@@ -78,7 +78,7 @@ _built: list[str] = []
 
 
 def _wheels(session: nox.Session) -> None:
-    """Build every wheel into dist/, once per run of nox: wheels that lie there are of older code."""
+    """Build every wheel into dist/, once per run of nox: what lies there is of older code."""
     if not _built:
         options = ["--quiet", "--all-packages", "--wheel", "--out-dir", "dist", "--clear"]
         session.run_install("uv", "build", *options)
