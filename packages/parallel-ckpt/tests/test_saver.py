@@ -383,6 +383,37 @@ def test_what_cannot_be_deleted_fails_neither_the_save_nor_the_next_start() -> N
         assert not RunFolder(root).hidden_folders()
 
 
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7])
+def test_an_integer_of_any_library_is_a_step(step: Any, tmp_path: Path) -> None:
+    for async_save in (False, True):
+        with saver_of(tmp_path, async_save=async_save) as saver:
+            path = saver.save(step=step, samples_seen=step, model=small()[0])
+        assert path == tmp_path / "checkpoints/000007"
+        start = read_start(path, topology=ONE)
+        assert (start.step, start.samples_seen) == (7, 7)
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.0, "1", None, 2**63, np.bool_(True)])
+@pytest.mark.parametrize("name", ["step", "samples_seen"])
+def test_what_counts_nothing_is_refused(name: str, wrong: Any, tmp_path: Path) -> None:
+    with saver_of(tmp_path) as saver:
+        with pytest.raises(CheckpointError) as caught:
+            saver.save(**{"step": 1, "samples_seen": 1, "model": small()[0], name: wrong})
+        assert str(caught.value) == f"{name} = {wrong!r}, but it is an integer from 0 to 2^63 - 1."
+        assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_manifest_that_no_reader_accepts_is_never_committed(tmp_path: Path) -> None:
+    topology = Topology()
+    object.__setattr__(topology, "dp_shard", 1.0)
+    with (
+        CheckpointSaver(tmp_path, topology=topology, on_note=NOTES.append) as saver,
+        pytest.raises(CheckpointError, match=r"topology\.dp_shard = 1\.0"),
+    ):
+        saver.save(step=1, samples_seen=1, model=small()[0])
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_no_file_names_the_folder_it_was_written_in(tmp_path: Path) -> None:
     """The writer of torch leaves the absolute path in `.metadata`; a checkpoint may be shared."""
     model, optimizer = small()

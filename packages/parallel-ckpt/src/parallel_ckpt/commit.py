@@ -28,7 +28,7 @@ from parallel_ckpt.layout import (
     parse_step,
     step_name,
 )
-from parallel_ckpt.manifest import Manifest, read_manifest
+from parallel_ckpt.manifest import Manifest, parse_manifest, read_manifest
 
 
 def begin(run: RunFolder, step: int) -> StepFolder:
@@ -50,9 +50,12 @@ def commit(
 
     Raises:
         OSError: there is no new checkpoint, and the former one is where it was.
+        DamagedCheckpoint: the same; no reader would accept this manifest.
     """
+    text = manifest.to_json()
+    parse_manifest(text, temporary.manifest)
     with hashed_file(temporary.manifest, flush=False) as file:
-        file.write(manifest.to_json().encode())
+        file.write(text.encode())
     flush_files([*unflushed, temporary.manifest])
     _flush_folders(temporary.path)
     final = run.step(manifest.step)

@@ -18,6 +18,8 @@ FORMAT_VERSION = 1
 """Of the on-disk layout; raised when a reader of the former one could no longer follow."""
 MAX_MANIFEST_BYTES = 64 << 20
 """A larger manifest is refused unread: it is not one of ours."""
+MAX_COUNT = 2**63
+"""Above every count, so that other languages can read them."""
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
@@ -164,7 +166,7 @@ def _problems(document: Any) -> Iterator[Problem]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < MAX_COUNT
 
 
 _SCALARS: Mapping[str, tuple[str, Any]] = {

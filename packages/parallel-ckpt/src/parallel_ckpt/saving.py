@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -58,7 +58,8 @@ class CheckpointSaver:
         `provenance` is kept in each manifest; `on_note` is called on the main rank with a line for
         everything that was taken over, put back or removed, or cannot be. `on_commit` is called
         there with each checkpoint once it is committed, before retention deletes any; other ranks
-        wait for it. What it raises becomes a note: the checkpoint is there.
+        wait for it. What it raises becomes a note: the checkpoint is there. With `async_save` both
+        are called on a thread of the saver's, while training goes on.
 
         Raises:
             CheckpointError: another run writes here, or a rank does not see the folder.
@@ -96,8 +97,8 @@ class CheckpointSaver:
     def save(
         self,
         *,
-        step: int,
-        samples_seen: int,
+        step: SupportsIndex,
+        samples_seen: SupportsIndex,
         model: nn.Module,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -107,8 +108,9 @@ class CheckpointSaver:
     ) -> Path:
         """Collective: every rank. Write the checkpoint of `step`; return its folder.
 
-        `model_files` (config, processors) land beside the weights. With `async_save` the call
-        returns once this rank's shards are copied; the folder exists after `wait`.
+        `step` counts optimizer updates, `samples_seen` the samples in them; both may be integers of
+        any library. `model_files` (config, processors) land beside the weights. With `async_save`
+        the call returns once this rank's shards are copied; the folder exists after `wait`.
 
         Raises:
             CheckpointError: the same on every rank, when any rank failed; there is no new
@@ -131,7 +133,7 @@ class CheckpointSaver:
             return self._write(snapshot, self._ranks)
         staged = self._stage(snapshot)
         self._pending = Background(lambda: self._write(staged, self._background_ranks))
-        return self._run.step(step).path
+        return self._run.step(snapshot.step).path
 
     def wait(self) -> None:
         """Collective: every rank. Wait until the save that is in flight is committed.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from safetensors.torch import save as safetensors_bytes
@@ -12,7 +13,7 @@ from torch import nn
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.layout import DCP, PRETRAINED_MODEL, TRAIN_CONFIG, TRAINING_STATE
-from parallel_ckpt.manifest import is_safe_path
+from parallel_ckpt.manifest import MAX_COUNT, is_safe_path
 from parallel_ckpt.optimizer_state import OptimizerState, collect
 from parallel_ckpt.plain import dump_json
 from parallel_ckpt.rng import RngState
@@ -35,8 +36,8 @@ class Snapshot:
 
 def take_snapshot(
     *,
-    step: int,
-    samples_seen: int,
+    step: SupportsIndex,
+    samples_seen: SupportsIndex,
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
@@ -46,12 +47,14 @@ def take_snapshot(
     """Look at model, optimizer and random streams; no collective, no tensor is copied.
 
     Raises:
-        CheckpointError: something could only be pickled, or has no place in the model.
+        CheckpointError: something could only be pickled, or has no place in the model, or `step`
+            or `samples_seen` is no count.
     """
+    at, seen = count(step, "step"), count(samples_seen, "samples_seen")
     state = OptimizerState({}, {"groups": [], "state": {}, "scaler": None})
     if optimizer is not None:
         state = collect(model, optimizer)
-    facts = {"step": step, "samples_seen": samples_seen, "seed": torch.initial_seed()}
+    facts = {"step": at, "samples_seen": seen, "seed": torch.initial_seed()}
     scheduler_state = None if scheduler is None else scheduler.state_dict()
     documents = {
         "training_step.json": dump_json(facts, "training_step"),
@@ -60,13 +63,28 @@ def take_snapshot(
         "data.json": dump_json(data_state, "data_state"),
     }
     return Snapshot(
-        step=step,
-        samples_seen=samples_seen,
+        step=at,
+        samples_seen=seen,
         weights=model_shards(model),
         optimizer=state.shards,
         documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
         rng=safetensors_bytes(dict(RngState.capture().tensors)),
     )
+
+
+def count(value: Any, name: str) -> int:
+    """An integer of any library as one of python's.
+
+    Raises:
+        CheckpointError: it is none, or is negative, or has no place in a manifest.
+    """
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < MAX_COUNT:
+        raise CheckpointError.of(name, f"= {value!r}, but it is an integer from 0 to 2^63 - 1.")
+    return number
 
 
 def checked_files(
