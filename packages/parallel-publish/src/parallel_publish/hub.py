@@ -95,7 +95,7 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
     Raises:
         PublishError: says what to change.
     """
-    _refuse_offline(target)
+    _refuse_setup(target)
     patience_s = min(target.retry.timeout_s, PREFLIGHT_TIMEOUT_S)
     target = replace(target, retry=replace(target.retry, timeout_s=patience_s))
 
@@ -161,7 +161,7 @@ def publish_files(
     Raises:
         PublishError: it cannot be done, or not now; nothing changed on the Hub.
     """
-    _refuse_offline(target)
+    _refuse_setup(target)
     committing, left = threading.Event(), threading.Event()
 
     def commit() -> str:
@@ -209,7 +209,7 @@ def list_files(target: Target) -> list[RemoteFile]:
     Raises:
         PublishError: there is no such repository or revision, or no way in.
     """
-    _refuse_offline(target)
+    _refuse_setup(target)
 
     def ask() -> list[RemoteFile]:
         entries = _api(target).list_repo_tree(
@@ -230,7 +230,7 @@ def at_one_state(target: Target) -> Target:
     Raises:
         PublishError: there is no such repository or revision, or no way in.
     """
-    _refuse_offline(target)
+    _refuse_setup(target)
     sha = _ask(
         target,
         lambda: str(_api(target).repo_info(target.repo_id, revision=target.revision).sha),
@@ -255,12 +255,15 @@ def download(
     """
     from huggingface_hub import snapshot_download
 
+    if into is not None:
+        _refuse_setup(target)  # else the client's cache may have it
+
     def ask() -> Path:
         found = snapshot_download(
             target.repo_id,
             revision=target.revision,
             token=target.token,
-            endpoint=os.environ.get(ENDPOINT),
+            endpoint=_endpoint(),
             local_dir=into,
             allow_patterns=list(allow) if allow is not None else None,
             ignore_patterns=list(ignore) if ignore is not None else None,
@@ -274,13 +277,12 @@ def _api(target: Target) -> Any:
     """The client. The endpoint is read now: the client itself reads it once, when imported."""
     from huggingface_hub import HfApi
 
-    return HfApi(
-        endpoint=os.environ.get(ENDPOINT), token=target.token, library_name="parallel-publish"
-    )
+    return HfApi(endpoint=_endpoint(), token=target.token, library_name="parallel-publish")
 
 
-def _refuse_offline(target: Target) -> None:
-    from huggingface_hub import constants
+def _refuse_setup(target: Target) -> None:
+    """Refuse what this machine's variables make impossible, before anybody is asked."""
+    from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
         raise PublishError.of(
@@ -288,6 +290,21 @@ def _refuse_offline(target: Target) -> None:
             f"is set, so {target.repo_id} cannot be reached.",
             "Unset it.",
         )
+    endpoint = _endpoint()
+    if endpoint is not None and not re.match(r"https?://[^/\s]", endpoint):
+        raise PublishError.of(
+            ENDPOINT, f"= {endpoint!r} is no address such as https://host.", "Mend or unset it."
+        )
+    token = target.token or get_token() or ""
+    if not re.fullmatch(r"[\x21-\x7e]*", token):
+        raise PublishError.of(
+            "token", "holds spaces or letters that no token has.", "Copy it again (HF_TOKEN)."
+        )
+
+
+def _endpoint() -> str | None:
+    """Where the Hub is; None is the client's own address. A variable left empty says nothing."""
+    return os.environ.get(ENDPOINT, "").strip() or None
 
 
 def _check_token(api: Any, target: Target) -> None:
@@ -387,7 +404,7 @@ def _problem(target: Target, what: str, error: Exception) -> Problem:
         429: "Wait some minutes and try again.",
     }
     remedy = remedies.get(status or 0, "Try again later.")
-    where = os.environ.get(ENDPOINT, "the Hub")
+    where = _endpoint() or "the Hub"
     return Problem(
         f"{target.repo_id}@{target.revision}",
         f"cannot be {what} at {where}: {_in_short(error)}.",
