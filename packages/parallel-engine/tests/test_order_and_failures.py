@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -37,9 +38,9 @@ class Choosy(nn.Module):
         return self.head(self.blocks[1 - first](self.blocks[first](x)))
 
 
-def prepared(degrees, accumulation=1):
+def prepared(degrees, accumulation=1, build=Choosy):
     torch.manual_seed(0)
-    model = Choosy()
+    model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(
         parallelism=ParallelismConfig(**degrees),
@@ -99,6 +100,57 @@ def test_the_order_is_one_over_replicas_too():
     for message, gradient in run_ranks(replicas_in_another_order, 4, init=False):
         assert "rank 0 ran 'blocks.0', rank 2 'blocks.1'" in message
         assert not torch.allclose(torch.tensor(gradient), torch.tensor(wanted), atol=1e-3)
+
+
+class Skipping(Choosy):
+    """Leaves blocks out where it is told so."""
+
+    def forward(self, x, without=()):
+        for number, block in enumerate(self.blocks):
+            if number not in without:
+                x = block(x)
+        return self.head(x)
+
+
+def prints_into(folder):
+    """What this rank prints as an error goes into a file of its own."""
+    sys.stderr = open(f"{folder}/{os.environ['RANK']}", "w", buffering=1)  # noqa: SIM115
+
+
+def printed_into(folder):
+    return [path.read_text() for path in sorted(folder.iterdir())]
+
+
+def runs_other_blocks(folder, without, pause_s=0.0):
+    """Rank 1 leaves blocks out, or takes its time."""
+    from parallel_engine import failures
+
+    prints_into(folder)
+    failures.STALL_S, failures.GRACE_S = 2.0, 1.0
+    engine, model, optimizer = prepared({"dp_shard": -1}, build=Skipping)
+
+    def loss_fn(m, batch):
+        time.sleep(pause_s * engine.rank)
+        return m(batch, without=without if engine.rank else ()).mean()
+
+    engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("without", "rank_0", "rank_1"),
+    [((0,), "blocks.0", "blocks.1"), ((1,), "blocks.1", "(end)")],
+    ids=["the first", "the last"],
+)
+def test_ranks_that_wait_in_different_units_are_ended(without, rank_0, rank_1, tmp_path):
+    """Their collectives do not fit one another, and nothing raises."""
+    outcomes = rank_outcomes(runs_other_blocks, 2, tmp_path, without, init=False, timeout_s=60)
+    for outcome, printed in zip(outcomes, printed_into(tmp_path), strict=True):
+        assert outcome.exit_code == 1
+        assert f"rank 0 ran '{rank_0}', rank 1 '{rank_1}'" in printed + outcome.error
+
+
+def test_a_rank_that_takes_its_time_is_waited_for(tmp_path):
+    run_ranks(runs_other_blocks, 2, tmp_path, (), 8.0, init=False)
 
 
 def raises_on_rank_1(degrees, accumulation, where):
@@ -292,9 +344,10 @@ def test_wrong_input_that_one_rank_alone_finds_is_told():
     assert "rank 1 failed: ConfigError: episode 3 is damaged." in outcomes[0].error
 
 
-def wrong_input_that_is_agreed():
+def wrong_input_that_is_agreed(folder):
     from parallel_engine import failures
 
+    prints_into(folder)
     failures.GRACE_S = 0.5
     engine, model, optimizer = prepared({})
     for agree in (
@@ -307,6 +360,7 @@ def wrong_input_that_is_agreed():
     engine.step(model, optimizer, None, [torch.ones(2, 4)], lambda m, b: m(b).mean())
 
 
-def test_wrong_input_that_all_know_of_is_told_to_nobody(capfd):
-    run_ranks(wrong_input_that_is_agreed, 2, init=False)
-    assert "failed" not in capfd.readouterr().err
+def test_wrong_input_that_all_know_of_is_told_to_nobody(tmp_path):
+    run_ranks(wrong_input_that_is_agreed, 2, tmp_path, init=False)
+    for printed in printed_into(tmp_path):
+        assert "failed" not in printed

@@ -3,11 +3,15 @@
 Inside forward and backward no rank can ask the others whether all is well. A failing rank writes
 its error into the launch's store and raises. Its peers find their collective broken, or, where the
 backend does not notice, are ended by a watching thread; either way they quote the error.
+
+Ranks that run other wrap units raise nothing at all: they wait in collectives that do not fit. The
+watching threads find that from what each rank ran last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -19,11 +23,14 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_engine._ranks import is_agreed
+from parallel_engine.order import UnitOrder, certain_difference
 
 POLL_S = 0.5
 HEARD_S = 5.0
 """How long a failing rank stays for its peers to read the store, which it may be hosting; one that
 has not answered by then is taken for gone."""
+STALL_S = 60.0
+"""How long no wrap unit runs before ranks look whether they ran the same ones."""
 GRACE_S = 20.0
 """How long a peer's main thread may take to notice by itself before the process is ended."""
 
@@ -42,6 +49,9 @@ class Failures:
         name: the same on every rank, and of this engine alone.
     """
 
+    order: UnitOrder | None = None
+    """Of the wrap units, once there are some."""
+
     def __init__(self, rank: int, world_size: int, name: str) -> None:
         self._rank, self._world_size = rank, world_size
         self._name, self._num_handled = name, 0
@@ -55,7 +65,7 @@ class Failures:
         prefix = f"parallel_engine/failures/{self._name}/{self._num_handled}"
         self._store = dist.distributed_c10d.PrefixStore(prefix, base)
         self._left = threading.Event()
-        watch = (self._store, self._rank, self._left)
+        watch = (weakref.ref(self), self._store, self._rank, self._world_size, self._left)
         thread = threading.Thread(target=_watch, args=watch, daemon=True, name="peer-failures")
         thread.start()
         # Also when the interpreter ends: a thread inside a store call then aborts the process.
@@ -120,10 +130,17 @@ def _is_of_a_collective(error: Exception) -> bool:
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-def _watch(store: Any, rank: int, left: threading.Event) -> None:
+def _watch(
+    owner: weakref.ref[Failures], store: Any, rank: int, world_size: int, left: threading.Event
+) -> None:
     """Until `left` is set. A peer's error ends the process unless that happens soon after."""
+    stall = _Stall(store, rank, world_size)
     while not left.wait(POLL_S):
         try:
+            failures = owner()
+            if failures is not None and failures.order is not None:
+                stall.look(failures.order)
+            del failures
             if not store.check(["error"]):
                 continue
             text = store.get("error").decode()
@@ -135,6 +152,29 @@ def _watch(store: Any, rank: int, left: threading.Event) -> None:
             sys.stderr.flush()
             os._exit(1)
         return
+
+
+class _Stall:
+    """Whether ranks that stand still ran other wrap units; then that is the error of all."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._mine = store, f"progress/{rank}"
+        self._ranks = [f"progress/{rank}" for rank in range(world_size)]
+        self._seen: tuple[int, list[str]] = (0, [])
+        self._since = time.monotonic()
+
+    def look(self, order: UnitOrder) -> None:
+        progress = order.progress()
+        if progress != self._seen:
+            self._seen, self._since = progress, time.monotonic()
+        elif progress[1] and time.monotonic() - self._since > STALL_S:
+            self._since = time.monotonic()
+            self._store.set(self._mine, json.dumps(progress))
+            found = [
+                self._store.get(r) if self._store.check([r]) else b"[-1, []]" for r in self._ranks
+            ]
+            if text := certain_difference([json.loads(p) for p in found]):
+                self._store.compare_set("error", "", text)
 
 
 def _stop(left: threading.Event, thread: threading.Thread) -> None:

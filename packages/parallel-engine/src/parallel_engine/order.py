@@ -36,12 +36,15 @@ class UnitOrder:
     def __init__(self, model: nn.Module, world_size: int) -> None:
         self._world_size = world_size
         self._ran: list[str] = []
+        self._num_compared = 0
         for name, module in model.named_modules():
             if _is_unit(module):
                 module.register_forward_pre_hook(self._note(clean_fqn(name) or "(root)"))
+        # So that who left its last units out differs from who has not come to them yet.
+        model.register_forward_hook(self._note("(end)"))
 
     def _note(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, *args: Any) -> None:
             self._ran.append(name)
 
         return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
@@ -49,6 +52,11 @@ class UnitOrder:
     def forget(self) -> None:
         """Begin anew."""
         self._ran.clear()
+        self._num_compared += 1
+
+    def progress(self) -> tuple[int, list[str]]:
+        """How often the order was compared, and what ran since."""
+        return self._num_compared, self._ran[:]
 
     def difference(self) -> str | None:
         """Collective: every rank. Compare what ran since the last time, and begin anew.
@@ -56,26 +64,38 @@ class UnitOrder:
         The same on every rank: the first unit that differs and the ranks' numbers, or None.
         """
         ran = self._ran[:]
-        self._ran.clear()
         value = float(zlib.crc32("\n".join(ran).encode()) % (1 << _HASH_BITS))
         # The sum and the sum of squares over ranks have no spread when all agree.
         sums = torch.tensor([value, value * value], dtype=torch.float64)
         dist.all_reduce(sums)
+        self.forget()
         total, squares = sums.tolist()
         if squares * self._world_size == total * total:
             return None
         orders: list[list[str]] = [[]] * self._world_size
         dist.all_gather_object(orders, ran)
-        return _explain(orders)
+        pairs = [list(zip_longest(orders[0], order, fillvalue="nothing")) for order in orders]
+        return _explain(pairs) or "the hashes of the unit orders differ, but the orders do not"
+
+
+def certain_difference(progress: list[tuple[int, list[str]]]) -> str | None:
+    """What no rank can make up for any more, of the `progress` of each: another unit ran.
+
+    A rank that ran fewer units may only be slow.
+    """
+    count, first = progress[0]
+    ran = [order if compared == count else [] for compared, order in progress]
+    return _explain([list(zip(first, order, strict=False)) for order in ran])
 
 
 def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _explain(orders: list[list[str]]) -> str:
-    for rank, order in enumerate(orders):
-        for place, (first, found) in enumerate(zip_longest(orders[0], order, fillvalue="nothing")):
+def _explain(pairs: list[list[tuple[str, str]]]) -> str | None:
+    """The first difference, of the unit of rank 0 beside that of each rank, place by place."""
+    for rank, places in enumerate(pairs):
+        for place, (first, found) in enumerate(places):
             if first != found:
                 return (
                     f"wrap units ran in a different order: at place {place} rank 0 ran {first!r}, "
@@ -83,4 +103,4 @@ def _explain(orders: list[list[str]]) -> str:
                     "shards, so the update was left out. Let every rank run the same units in the "
                     "same order: a choice must not depend on a rank's own data or random numbers."
                 )
-    return "the hashes of the unit orders differ, but the orders do not"
+    return None
