@@ -60,13 +60,13 @@ def test_fields_out_of_range(build, path):
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("5GB", 5 * 10**9), ("512MiB", 512 * 2**20), ("1.5 kb", 1500), ("7", 7)],
+    [("5GB", 5 * 10**9), ("512MiB", 512 * 2**20), ("1.5 kb", 1500), ("7", 7), (7, 7)],
 )
 def test_sizes(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5XB", "nanGB", "infGB"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5XB", "nanGB", "infGB", 0, -1, 1.5e400])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)

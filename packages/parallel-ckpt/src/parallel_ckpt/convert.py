@@ -7,15 +7,11 @@ removed only after that, when asked.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -23,7 +19,7 @@ from typing import get_args
 from parallel_ckpt.casting import Dtype
 from parallel_ckpt.commit import flush_folder
 from parallel_ckpt.contents import Contents
-from parallel_ckpt.conversion_plan import OutputFile, parse_size, plan_files
+from parallel_ckpt.conversion_plan import OutputFile, index_of, plan_files
 from parallel_ckpt.conversion_source import ConversionSource, find_source
 from parallel_ckpt.dcp_reader import read_dcp
 from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
@@ -32,7 +28,9 @@ from parallel_ckpt.integrity import file_problems
 from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
 from parallel_ckpt.manifest import FileRecord, Manifest, read_manifest
 from parallel_ckpt.streaming import Tick, read_back, write_files
+from parallel_ckpt.temporary import clear, temporary_folder
 from parallel_config import CheckpointFormat, ConfigError, Problem
+from parallel_config.checkpoint import parse_size
 
 Progress = Callable[[int, int], None]
 """Hears of the bytes done and of all there are to do."""
@@ -104,7 +102,10 @@ def convert(
     """
     if dtype not in get_args(Dtype):
         raise ConfigError(Problem("dtype", f"= {dtype!r} is none of {get_args(Dtype)}."))
-    limit = parse_size(max_shard_size)
+    try:
+        limit = parse_size(max_shard_size)
+    except ValueError as error:
+        raise ConfigError(Problem("max_shard_size", f"= {error}")) from error
     found = find_source(source)
     if delete_dcp and output is None and dtype == "keep" and (left := _left_shards(found)):
         return _finish_deletion(found, left)
@@ -208,10 +209,11 @@ def _convert_to(
 ) -> None:
     """A new folder with everything that using the model needs, by one rename."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary(target.parent, f".{target.name}.converting-") as temporary:
+    with temporary_folder(target.parent, f".{target.name}.converting-") as temporary:
         _write_checked(source, temporary, files, progress)
         if len(files) > 1:
-            _write_index(temporary, files)
+            with hashed_file(temporary / SAFETENSORS_INDEX) as file:
+                file.write(index_of(files))
         for companion in source.companions:
             _copy(companion, temporary / _relative(source, companion), source, dtype)
         for path, _, _ in os.walk(temporary, topdown=False):
@@ -232,7 +234,7 @@ def _convert_in_place(
     Killed in between, there is a file that the manifest does not know, or shards that it no longer
     knows. Nothing reads those, and a further conversion replaces or removes them.
     """
-    with _temporary(step.pretrained_model, _CONVERTING) as temporary:
+    with temporary_folder(step.pretrained_model, _CONVERTING) as temporary:
         checksums = _write_checked(source, temporary, files, progress)
         os.replace(temporary / SAFETENSORS, step.safetensors)
         flush_folder(step.pretrained_model)
@@ -290,54 +292,6 @@ def _ticker(total: int, progress: Progress | None) -> Tick:
     return tick
 
 
-@contextmanager
-def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
-    """A folder of our own, locked while we live; what dead conversions left is removed first."""
-    _clear(parent, prefix)
-    folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
-    folder.mkdir()
-    try:
-        with _locked(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _clear(parent: Path, prefix: str) -> None:
-    """Remove the temporary folders of dead conversions."""
-    for leftover in parent.glob(f"{_literal(prefix)}*"):
-        with _locked(leftover) as is_ours:
-            if is_ours:
-                shutil.rmtree(leftover, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder against other conversions; false when another one holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)
-
-
-def _literal(name: str) -> str:
-    """A name as a glob pattern that matches just it."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
-
-
-def _write_index(folder: Path, files: Sequence[OutputFile]) -> None:
-    document = {
-        "metadata": {"total_size": sum(t.num_bytes for file in files for t in file.tensors)},
-        "weight_map": {t.name: file.name for file in files for t in file.tensors},
-    }
-    with hashed_file(folder / SAFETENSORS_INDEX) as file:
-        file.write((json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
-
-
 def _relative(source: ConversionSource, companion: Path) -> Path:
     root = source.step.pretrained_model if source.step else companion.parent
     return companion.relative_to(root)
@@ -393,7 +347,7 @@ def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertRes
     records = [record for record in contents.manifest.files if record.path in files]
     if problems := list(file_problems(step, records, "full")):
         raise DamagedCheckpoint(problems[:10], source=str(step.path))
-    _clear(step.pretrained_model, _CONVERTING)
+    clear(step.pretrained_model, _CONVERTING)
     return ConvertResult(
         step.pretrained_model,
         {files[record.path].name: record.size_bytes for record in records},

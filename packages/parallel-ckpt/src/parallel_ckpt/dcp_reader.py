@@ -17,8 +17,9 @@ from typing import Any
 from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.layout import DCP_METADATA
 from parallel_ckpt.safetensors_reader import is_file_name
-from parallel_ckpt.tensor_names import MAX_BYTES, TORCH_ITEM_BYTES, is_shape
+from parallel_ckpt.tensor_names import TORCH_ITEM_BYTES, is_shape
 from parallel_ckpt.unpickling import Global, Made, MalformedPickle, Pairs, read_pickle
+from parallel_ckpt.untrusted import is_count
 
 MAX_METADATA_BYTES = 1_000_000_000
 MAX_CHUNKS = 1_000_000
@@ -193,7 +194,7 @@ def _storage_info(fields: Mapping[str, Any], key: str) -> tuple[str, int, int]:
         raise MalformedPickle(f"has {key[:200]!r} compressed or otherwise transformed")
     if not isinstance(file, str) or not is_file_name(file):
         raise MalformedPickle(f"has {key[:200]!r} in {str(file)[:200]!r}, no file of the folder")
-    if not (_is_count(begin) and _is_count(length)):
+    if not (is_count(begin) and is_count(length)):
         raise MalformedPickle(f"has {key[:200]!r} at impossible bytes")
     return file, begin, length  # type: ignore[return-value]
 
@@ -293,7 +294,3 @@ def _dtype(properties: Any) -> str:
     if not isinstance(dtype, Global) or dtype.name not in TORCH_ITEM_BYTES:
         raise MalformedPickle("has a tensor of no dtype")
     return dtype.name
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_BYTES

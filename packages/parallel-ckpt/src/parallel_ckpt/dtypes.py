@@ -7,24 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.tensor_names import SAFETENSORS_BY_TORCH
 
 SAFETENSORS_NAMES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
+    getattr(torch, name): stored for name, stored in SAFETENSORS_BY_TORCH.items()
 }
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 

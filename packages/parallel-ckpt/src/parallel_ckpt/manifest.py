@@ -12,14 +12,13 @@ from typing import Any
 from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.hashing import HASH_NAME
 from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.untrusted import is_count, parse_json
 from parallel_config import CheckpointFormat, Problem, Topology
 
 FORMAT_VERSION = 1
 """Of the on-disk layout; raised when a reader of the former one could no longer follow."""
 MAX_MANIFEST_BYTES = 64 << 20
 """A larger manifest is refused unread: it is not one of ours."""
-MAX_COUNT = 2**63
-"""Above every count, so that other languages can read them."""
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 
@@ -64,10 +63,6 @@ class Manifest:
         """Bytes of all files together."""
         return sum(record.size_bytes for record in self.files)
 
-    def record(self, path: str) -> FileRecord | None:
-        """The record of one file, None when the checkpoint has no such file."""
-        return next((record for record in self.files if record.path == path), None)
-
     def to_json(self) -> str:
         """The text that is stored."""
         document = asdict(self) | {"files": [asdict(record) for record in self.files]}
@@ -99,11 +94,8 @@ def parse_manifest(text: bytes | str, source: Path) -> Manifest:
     Raises:
         DamagedCheckpoint: names each wrong field; `source` is what the message calls the document.
     """
-    try:
-        document = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint.of(source, f"is no JSON document: {error}.") from error
-    version = document.get("format_version") if isinstance(document, dict) else None
+    document = parse_json(text, source)
+    version = document.get("format_version")
     if type(version) is int and version > FORMAT_VERSION:
         raise DamagedCheckpoint.of(
             source,
@@ -144,10 +136,7 @@ def _build(document: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _problems(document: Any) -> Iterator[Problem]:
-    if not isinstance(document, dict):
-        yield Problem("manifest", "is no JSON object.")
-        return
+def _problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     known = {"topology", "files", "versions", "provenance", *_SCALARS}
     for name in sorted(known - document.keys()):
         yield Problem(name, "is missing.")
@@ -165,15 +154,11 @@ def _problems(document: Any) -> Iterator[Problem]:
     yield from _file_problems(document["files"])
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_COUNT
-
-
 _SCALARS: Mapping[str, tuple[str, Any]] = {
     "format_version": (f"{FORMAT_VERSION}", lambda value: type(value) is int and value == 1),
-    "step": ("a count", _is_count),
-    "samples_seen": ("a count", _is_count),
-    "sequence": ("a count", _is_count),
+    "step": ("a count", is_count),
+    "samples_seen": ("a count", is_count),
+    "sequence": ("a count", is_count),
     "checkpoint_format": (
         "one of " + ", ".join(CheckpointFormat),
         lambda value: isinstance(value, str) and value in set(CheckpointFormat),
@@ -189,7 +174,7 @@ def _topology_problems(topology: Any) -> Iterator[Problem]:
         yield Problem("topology", "holds dp_replicate and dp_shard and nothing else.")
         return
     for name in sorted(names):
-        if not _is_count(topology[name]) or topology[name] < 1:
+        if not is_count(topology[name]) or topology[name] < 1:
             yield Problem(f"topology.{name}", f"= {_show(topology[name])}, but it is at least 1.")
 
 
@@ -211,7 +196,7 @@ def _file_problems(files: Any) -> Iterator[Problem]:
             yield Problem(f"{where}.path", f"= {_show(path)} is listed twice.")
         else:
             seen.add(path)
-        if not _is_count(record["size_bytes"]):
+        if not is_count(record["size_bytes"]):
             yield Problem(f"{where}.size_bytes", f"= {_show(record['size_bytes'])} is no count.")
         if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
             yield Problem(f"{where}.checksum", f"= {_show(checksum)} is no {HASH_NAME} digest.")
@@ -220,10 +205,3 @@ def _file_problems(files: Any) -> Iterator[Problem]:
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return document

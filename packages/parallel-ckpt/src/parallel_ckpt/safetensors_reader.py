@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Mapping
@@ -11,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_ckpt.tensor_names import ITEM_BYTES, MAX_BYTES, is_shape, num_bytes
+from parallel_ckpt.tensor_names import ITEM_BYTES, is_shape, num_bytes
+from parallel_ckpt.untrusted import is_count, parse_json
 
 MAX_HEADER_BYTES = 32_000_000
 """Room for about 300,000 tensors; parsing a header takes at most some twenty times its length."""
@@ -116,21 +116,6 @@ def read_index(path: Path) -> dict[str, str]:
     return dict(weight_map)
 
 
-def parse_json(text: bytes, source: Path) -> dict[str, Any]:
-    """A JSON object without a key twice.
-
-    Raises:
-        DamagedCheckpoint: it is none.
-    """
-    try:
-        document = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint.of(source, f"holds no JSON document: {error}.") from error
-    if not isinstance(document, dict):
-        raise DamagedCheckpoint.of(source, "holds JSON, but no object.")
-    return document
-
-
 def is_file_name(name: str) -> bool:
     """Whether a stored name means a file in the folder itself, on any system."""
     return name not in ("", ".", "..") and not any(char in name for char in "/\\:\0")
@@ -146,7 +131,7 @@ def _entry(name: str, value: Any, source: Path) -> HeaderEntry:
         raise DamagedCheckpoint.of(source, f"{label} of unknown dtype {str(dtype)[:40]!r}.")
     if not isinstance(shape, list) or not is_shape(shape):
         raise DamagedCheckpoint.of(source, f"{label} of impossible shape {str(shape)[:80]}.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_offset, offsets)):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise DamagedCheckpoint.of(source, f"{label} at impossible offsets {str(offsets)[:80]}.")
     begin, end = offsets
     if end - begin != num_bytes(dtype, shape):
@@ -157,16 +142,5 @@ def _entry(name: str, value: Any, source: Path) -> HeaderEntry:
     return HeaderEntry(dtype, tuple(shape), begin, end - begin)
 
 
-def _is_offset(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_BYTES
-
-
 def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return document

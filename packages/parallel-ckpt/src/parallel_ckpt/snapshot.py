@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from torch import nn
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.layout import DCP, PRETRAINED_MODEL, TRAIN_CONFIG, TRAINING_STATE
-from parallel_ckpt.manifest import MAX_COUNT, is_safe_path
+from parallel_ckpt.manifest import is_safe_path
 from parallel_ckpt.optimizer_state import OptimizerState, collect
 from parallel_ckpt.plain import dump_json
 from parallel_ckpt.rng import RngState
 from parallel_ckpt.shards import Shard, model_shards
+from parallel_ckpt.untrusted import is_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +80,11 @@ def count(value: Any, name: str) -> int:
     Raises:
         CheckpointError: it is none, or is negative, or has no place in a manifest.
     """
-    try:
+    number = -1
+    with contextlib.suppress(TypeError):
         number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number < MAX_COUNT:
-        raise CheckpointError.of(name, f"= {value!r}, but it is an integer from 0 to 2^63 - 1.")
+    if not is_count(number):
+        raise CheckpointError.of(name, f"= {value!r}, but it is an integer from 0 to 2^62 - 1.")
     return number
 
 

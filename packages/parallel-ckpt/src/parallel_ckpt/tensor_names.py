@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from parallel_ckpt.untrusted import is_count
+
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
     "F32": 4,
@@ -55,8 +57,6 @@ TORCH_ITEM_BYTES: Mapping[str, int] = {
 """Bytes of one element by the dtype's name in torch: what DCP can hold."""
 
 MAX_DIMS = 32
-MAX_BYTES = 2**62
-"""More than any file system holds; products beyond it come from damaged or crafted numbers."""
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -68,7 +68,7 @@ def is_shape(value: object) -> bool:
     """Whether a list or tuple is a sane shape: few dims, no negative one, a product that fits."""
     if not isinstance(value, list | tuple) or len(value) > MAX_DIMS:
         return False
-    if not all(type(dim) is int and 0 <= dim < MAX_BYTES for dim in value):
+    if not all(map(is_count, value)):
         return False
     product: int = math.prod(dim for dim in value if dim)
-    return product < MAX_BYTES
+    return is_count(product)

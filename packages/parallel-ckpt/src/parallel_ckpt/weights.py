@@ -6,8 +6,6 @@ time in that order; a tensor that is cut along a dim other than 0 is put togethe
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,9 @@ from torch import nn
 
 from parallel_ckpt._ranks import MAIN, Ranks, all_ranks
 from parallel_ckpt.dtypes import safetensors_name
-from parallel_ckpt.hashing import HashingWriter, hash_bytes, hashed_file
-from parallel_ckpt.layout import SAFETENSORS, SAFETENSORS_INDEX, rank_files
+from parallel_ckpt.hashing import HashingWriter, hashed_file
+from parallel_ckpt.layout import SAFETENSORS_INDEX
+from parallel_ckpt.packing import Form, header_bytes, index_bytes, pack
 from parallel_ckpt.shards import Shard, model_shards, narrow, owners
 
 Files = dict[str, tuple[int, str]]
@@ -62,54 +61,25 @@ def write_safetensors(
         if owner == ranks.rank
     }
     boxes = _by_tensor(ranks.gather(mine))
-    names = ranks.attempt(lambda: split_by_size(shards, max_shard_bytes))
+    forms = ranks.attempt(lambda: _forms(shards))
+    names = pack(forms, max_shard_bytes)
     if not ranks.is_main:
         for file_names in names.values():
             _send(file_names, shards, mine, ranks)
-    return _receive_all(folder, names, shards, boxes, ranks)
+    return _receive_all(folder, names, forms, shards, boxes, ranks)
 
 
-def split_by_size(shards: Mapping[str, Shard], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Tensors of each file, in the order of their bytes; a file exceeds the limit only alone.
-
-    Wide dtypes come first, so that each tensor begins at a multiple of its item size.
-    """
-    order = sorted(shards, key=lambda name: -shards[name].local.element_size())
-    bins: list[list[str]] = [[]]
-    filled = 0
-    for name in order:
-        safetensors_name(shards[name].local.dtype, name)
-        if bins[-1] and filled + shards[name].global_bytes > max_shard_bytes:
-            bins.append([])
-            filled = 0
-        bins[-1].append(name)
-        filled += shards[name].global_bytes
-    if len(bins) == 1:
-        return {SAFETENSORS: bins[0]}
-    return dict(zip(rank_files("model", len(bins)), bins, strict=True))
-
-
-def header_of(names: Sequence[str], shards: Mapping[str, Shard]) -> bytes:
-    """First bytes of a safetensors file that holds these tensors one after another."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name in names:
-        shard = shards[name]
-        end = begin + shard.global_bytes
-        header[name] = {
-            "dtype": safetensors_name(shard.local.dtype, name),
-            "shape": list(shard.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+def _forms(shards: Mapping[str, Shard]) -> dict[str, Form]:
+    return {
+        name: Form(safetensors_name(shard.local.dtype, name), shard.shape)
+        for name, shard in shards.items()
+    }
 
 
 def _receive_all(
     folder: Path,
     names: Mapping[str, list[str]],
+    forms: Mapping[str, Form],
     shards: Mapping[str, Shard],
     boxes: Mapping[str, list[Box]],
     ranks: Ranks,
@@ -120,7 +90,7 @@ def _receive_all(
     if ranks.is_main:
         for file_name, tensors in names.items():
             pieces = _pieces(tensors, shards, boxes, ranks)
-            written = _write_file(folder / file_name, header_of(tensors, shards), pieces, error)
+            written = _write_file(folder / file_name, header_bytes(tensors, forms), pieces, error)
             if isinstance(written, Exception):
                 error = written
             else:
@@ -129,7 +99,7 @@ def _receive_all(
     def conclude() -> Files:
         if error is not None:
             raise error
-        return files | (_write_index(folder, names, shards) if len(names) > 1 else {})
+        return files | (_write_index(folder, index_bytes(names, forms)) if len(names) > 1 else {})
 
     return ranks.on_main(conclude)
 
@@ -209,14 +179,7 @@ def _by_tensor(held: Sequence[Mapping[str, Box]]) -> dict[str, list[Box]]:
     return {name: sorted(parts, key=lambda box: box.offsets) for name, parts in boxes.items()}
 
 
-def _write_index(
-    folder: Path, names: Mapping[str, list[str]], shards: Mapping[str, Shard]
-) -> Files:
-    document = {
-        "metadata": {"total_size": sum(shard.global_bytes for shard in shards.values())},
-        "weight_map": {name: file for file, tensors in names.items() for name in tensors},
-    }
-    text = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+def _write_index(folder: Path, text: bytes) -> Files:
     with hashed_file(folder / SAFETENSORS_INDEX) as file:
         file.write(text)
-    return {SAFETENSORS_INDEX: (len(text), hash_bytes(text))}
+    return {SAFETENSORS_INDEX: (file.size_bytes, file.checksum)}

@@ -85,12 +85,13 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 }
 
 
-def parse_size(text: str) -> int:
-    """Bytes in a size such as `5GB` or `512MiB`.
+def parse_size(text: str | int) -> int:
+    """Bytes in a size such as `5GB` or `512MiB`, or in a plain number of them.
 
     Raises:
         ValueError: no number, no unit, or nothing left of it.
     """
+    text = str(text)
     number = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(number) :].strip().upper()
     try:

@@ -1,0 +1,50 @@
+"""Folders of work in progress, of which dead processes leave no more than the next one removes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A folder of our own, locked while we live; what dead conversions left is removed first."""
+    clear(parent, prefix)
+    folder = parent / f"{prefix}{uuid.uuid4().hex[:12]}"
+    folder.mkdir()
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear(parent: Path, prefix: str) -> None:
+    """Remove the temporary folders of dead conversions."""
+    for leftover in parent.glob(f"{_literal(prefix)}*"):
+        with _locked(leftover) as is_ours:
+            if is_ours:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder against other conversions; false when another one holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def _literal(name: str) -> str:
+    """A name as a glob pattern that matches just it."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
