@@ -72,7 +72,8 @@ def set_epoch(loader: Any, epoch: int) -> None:
 def prepare_loader(loader: Any, accelerator: Accelerator, device: torch.device) -> Any:
     """The loader as this rank reads it.
 
-    A `DataLoader` is cut over the ranks by accelerate: rank r of n reads batches r, r + n, ... A
+    A `DataLoader` is cut over the ranks by accelerate: rank r of n reads batches r, r + n, ..., and
+    the last round is filled up with samples from the first, since every rank must take part. A
     batch sampler with `is_parallel_sampler = True` says that it yields this rank's own
     micro-batches already; so does any iterable that is no `DataLoader`. Those are only moved.
 
