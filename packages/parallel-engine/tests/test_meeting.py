@@ -3,6 +3,7 @@
 import datetime
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from parallel_engine import Engine, connect, unwrap
 from parallel_engine._ranks import choose_device
 from parallel_engine.accelerate_build import launch_of, with_index
 from parallel_engine.meeting import fresh, meet
-from parallel_testing.ranks import run_ranks
+from parallel_testing.ranks import rank_outcomes, run_ranks
 
 
 def seconds(number):
@@ -118,6 +119,27 @@ def test_a_device_that_was_chosen_is_the_one_that_accelerate_runs_on(monkeypatch
     assert with_index(torch.device("cuda")) == chosen != with_index(torch.device("cuda", 1))
     with pytest.raises(ConfigError, match="device = cuda:4, but this process sees 4 CUDA devices"):
         choose_device("cuda:4", facts())
+
+
+def waits_for_rank_1():
+    if os.environ["RANK"] == "0":
+        Engine(timeout=seconds(2))
+
+
+def comes_late_to_an_agreement():
+    engine = Engine(timeout=seconds(3))
+    if engine.rank == 1:
+        time.sleep(8)
+    engine.any(False)
+
+
+def test_how_long_ranks_wait_is_the_callers_to_say():
+    missing = rank_outcomes(waits_for_rank_1, 2, init=False)[0]
+    assert "WORLD_SIZE = 2, but only 1 arrived within 2 s." in missing.error
+    started = time.monotonic()
+    late = rank_outcomes(comes_late_to_an_agreement, 2, init=False)[0]
+    assert "Timed out waiting 3000ms" in late.error
+    assert time.monotonic() - started < 45
 
 
 class Block(nn.Linear):

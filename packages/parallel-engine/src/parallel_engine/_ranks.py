@@ -24,6 +24,7 @@ from parallel_engine.meeting import meet
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
 TIMEOUT = datetime.timedelta(minutes=10)
+"""How long ranks wait for one another, at the start and in each collective, by default."""
 
 
 def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
@@ -66,13 +67,15 @@ def _require_device_of_its_own(facts: LaunchFacts, count: int) -> None:
     )
 
 
-def connect(device: torch.device | str | None = None) -> LaunchFacts:
+def connect(
+    device: torch.device | str | None = None, *, timeout: datetime.timedelta = TIMEOUT
+) -> LaunchFacts:
     """Collective: every rank. Start the process group of the launch unless there is one.
 
     `Engine` does it by itself; call it before when ranks must agree on the config first. On CUDA
     the group has gloo beside nccl: agreements and offloaded state need a CPU backend. A group that
-    is there already says itself which rank this is, and of how many. A CUDA device becomes the
-    current one, also of a single process: accelerate takes no other.
+    is there already says itself which rank this is, and of how many, and keeps its timeout. A CUDA
+    device becomes the current one, also of a single process: accelerate takes no other.
 
     Raises:
         ConfigError: the ranks cannot meet; says which variable is wrong or which ranks are missing.
@@ -89,10 +92,10 @@ def connect(device: torch.device | str | None = None) -> LaunchFacts:
         return facts
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        store=meet(facts, TIMEOUT),
+        store=meet(facts, timeout),
         rank=facts.rank,
         world_size=facts.world_size,
-        timeout=TIMEOUT,
+        timeout=timeout,
     )
     return facts
 

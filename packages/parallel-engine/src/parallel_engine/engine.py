@@ -9,6 +9,7 @@ for micro_batches in engine.accumulate(loader):
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import logging
 import time
@@ -83,6 +84,8 @@ class Engine:
         device: where to run; None takes `PARALLEL_DEVICE`, else this rank's CUDA device, else CPU.
         on_nonfinite: what to do when a loss or gradient is not finite: raise, or leave the update
             out and count it.
+        timeout: how long ranks wait for one another, at the start and in each collective; as in
+            `init_process_group`. A group that is running keeps its own.
 
     Raises:
         ConfigError: the degrees do not fit the launch, or the environment asks for something else.
@@ -95,9 +98,10 @@ class Engine:
         accelerator: AcceleratorConfig | None = None,
         device: torch.device | str | None = None,
         on_nonfinite: Literal["error", "skip"] = "error",
+        timeout: datetime.timedelta = _ranks.TIMEOUT,
     ) -> None:
         check_environment()
-        self.facts: LaunchFacts = _ranks.connect(device)
+        self.facts: LaunchFacts = _ranks.connect(device, timeout=timeout)
         self._parallelism = parallelism or ParallelismConfig()
         given = accelerator or AcceleratorConfig()
         self.config, self.overridden = _ranks.together(lambda: with_environment(given))

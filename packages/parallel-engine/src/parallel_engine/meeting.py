@@ -7,6 +7,7 @@ left there. So the ranks agree on a name that was never used before, and put eve
 from __future__ import annotations
 
 import datetime
+import re
 import time
 import uuid
 
@@ -18,6 +19,9 @@ from parallel_config import ConfigError, Problem
 from parallel_config.environment import LaunchFacts
 
 POLL_S = 0.02
+_SEE_WHAT_IT_PRINTED = (
+    "See what the missing process printed; it may have failed at start, or never been started."
+)
 
 
 def meet(facts: LaunchFacts, timeout: datetime.timedelta) -> Store:
@@ -96,10 +100,17 @@ def _connect(facts: LaunchFacts, timeout: datetime.timedelta) -> Store:
             master_listen_fd=facts.listen_fd,
         )
     except (ValueError, dist.DistError) as error:
-        raise ConfigError(_unusable(facts, error)) from error
+        raise ConfigError(_unusable(facts, error, timeout)) from error
 
 
-def _unusable(facts: LaunchFacts, error: Exception) -> Problem:
+def _unusable(facts: LaunchFacts, error: Exception, timeout: datetime.timedelta) -> Problem:
+    if arrived := re.search(r"waiting for clients. (\d+)/", str(error)):
+        return Problem(
+            "WORLD_SIZE",
+            f"= {facts.world_size}, but only {arrived[1]} arrived within "
+            f"{timeout.total_seconds():.0f} s.",
+            _SEE_WHAT_IT_PRINTED,
+        )
     if "EADDRINUSE" in str(error):
         return Problem(
             "MASTER_PORT",
@@ -120,6 +131,6 @@ def _missing(ranks: list[int], world_size: int, timeout: datetime.timedelta) -> 
         Problem(
             "WORLD_SIZE",
             f"= {world_size}, but {who} did not arrive within {timeout.total_seconds():.0f} s.",
-            "See what that process printed; it may have failed at start, or never been started.",
+            _SEE_WHAT_IT_PRINTED,
         )
     )
