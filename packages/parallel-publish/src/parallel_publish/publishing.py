@@ -6,23 +6,17 @@ sends it again.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shlex
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import quote
 
 from torch import nn
 
 from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
 from parallel_ckpt._ranks import all_ranks
-from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder, step_name
+from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
 from parallel_ckpt.shards import unwrap
 from parallel_config import ConfigError
 from parallel_config.checkpoint import parse_size
@@ -45,6 +39,13 @@ from parallel_publish.pretrained import CONFIG, PreTrainedModel, save_pretrained
 from parallel_publish.processors import Processor
 from parallel_publish.retry import Stop, Stopped, never
 from parallel_publish.sharing import shareable_bytes
+from parallel_publish.staging import (
+    bundle_folder,
+    card_options,
+    command_for,
+    empty_folder,
+    weight_options,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ class Staged:
     @property
     def retry(self) -> str:
         """Command that sends it, should this process not come to it."""
-        return _command(self.folder, self.target)
+        return command_for(self.folder, self.target)
 
     def send(self, on_note: Callable[[str], None] = note, stop: Stop = never) -> Publication:
         """Send it in one commit. No collective: one process calls it.
@@ -243,14 +244,14 @@ def publish_checkpoint(
     text = checked_card(info, repo_id=target.repo_id)
     refuse_damage(step, "fast")
     root = Path(staging).expanduser().absolute() if staging else step.path.parent.parent
-    options = [*_card_options(config), *_weight_options(dtype, max_shard_size)]
+    options = [*card_options(config), *weight_options(dtype, max_shard_size)]
     if not dry_run:
         error = _preflight_error(target, text, stop)
         if error is not None:
             return _failed(step.path, target, error, options)
     check_disk(root, bundle_bytes(step, dtype=dtype, max_bytes=limit))
     folder = None if dry_run else bundle_folder(root, int(step.path.name), target)
-    with _empty_folder(root, folder) as bundle:
+    with empty_folder(root, folder) as bundle:
         result = None
         try:
             bundle_checkpoint(
@@ -286,12 +287,6 @@ def _refuse_changes(folder: Path, dtype: Dtype, max_shard_size: str) -> None:
         )
 
 
-def bundle_folder(root: Path, step: int, target: Target) -> Path:
-    """Where the model of a step waits for a repository: a further try takes its place."""
-    branch = "" if target.revision == "main" else f"@{quote(target.revision, safe='')}"
-    return root / f"publish-{step_name(step)}-{target.repo_id.replace('/', '--')}{branch}"
-
-
 def _publish_folder(
     given: Path,
     target: Target,
@@ -312,7 +307,7 @@ def _publish_folder(
         return replace(found, files={**found.files, **written})
     error = _preflight_error(target, text or fresh, stop)
     if error is not None:
-        return _failed(given, target, error, [] if fresh is None else [*_card_options(config)])
+        return _failed(given, target, error, [] if fresh is None else [*card_options(config)])
     if fresh is not None:
         write_card(given, info, repo_id=target.repo_id)
     return _send(given, target, on_note, stop)
@@ -345,51 +340,6 @@ def _preflight_error(target: Target, card: str | None, stop: Stop) -> PublishErr
     return None
 
 
-@contextmanager
-def _empty_folder(root: Path, folder: Path | None) -> Iterator[Path]:
-    """An empty folder for this process alone; None makes one of a name that nobody uses.
-
-    Raises:
-        PublishError: it cannot be written, or another process sends what is in it.
-    """
-    descriptor = None
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix=".publish-", dir=root))
-        else:
-            folder.mkdir(exist_ok=True)
-            descriptor = _locked(folder)
-            for entry in folder.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    except OSError as error:
-        raise PublishError.of(
-            folder or root,
-            f"cannot be written: {error.strerror}.",
-            "Publish a copy of the run that lies where you may write.",
-        ) from None
-    try:
-        yield folder
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-def _locked(folder: Path) -> int:
-    """The folder, open and locked until it is closed or this process ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise PublishError.of(
-            folder, "is being sent by another process.", "Wait until that one has ended."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    return descriptor
-
-
 def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: Stop) -> Publication:
     try:
         files = bundle_files(folder)
@@ -408,7 +358,7 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: St
             files=_sizes(folder),
             error=wrapped,
             bundle=folder,
-            retry=_command(folder, target),
+            retry=command_for(folder, target),
         )
     sizes = {name: path.stat().st_size for name, path in files.items()}
     return Publication(repo_id=target.repo_id, files=sizes, commit_url=url, bundle=folder)
@@ -419,33 +369,8 @@ def _failed(
 ) -> Publication:
     """Nothing was built: the same command again is the way."""
     return Publication(
-        repo_id=target.repo_id, files={}, error=error, retry=_command(folder, target, options)
+        repo_id=target.repo_id, files={}, error=error, retry=command_for(folder, target, options)
     )
-
-
-def _command(folder: Path, target: Target, options: Sequence[str] = ()) -> str:
-    words = ["ptrain", "publish", str(folder), "--repo_id", target.repo_id, *options]
-    words += [] if target.revision == "main" else ["--revision", target.revision]
-    words += ["--private"] if target.private else []
-    return shlex.join(words)
-
-
-def _card_options(config: PublishConfig) -> Iterator[str]:
-    """Flags of `ptrain publish` that the card is made from."""
-    for name in ("license", "base_model"):
-        value = getattr(config, name)
-        if value is not None:
-            yield from (f"--{name}", value)
-    if config.tags:
-        yield from ("--tags", *config.tags)
-
-
-def _weight_options(dtype: Dtype, max_shard_size: str) -> Iterator[str]:
-    """Flags of `ptrain publish` that the weights are made from."""
-    if dtype != "keep":
-        yield from ("--dtype", dtype)
-    if max_shard_size != "5GB":
-        yield from ("--max_shard_size", max_shard_size)
 
 
 def _dry(folder: Path, target: Target) -> Publication:

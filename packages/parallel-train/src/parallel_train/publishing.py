@@ -30,8 +30,8 @@ from parallel_publish import (
 )
 from parallel_publish.bundle import num_bytes
 from parallel_publish.hub import without_bars
-from parallel_publish.publishing import bundle_folder
 from parallel_publish.retry import Stop, never
+from parallel_publish.staging import bundle_folder
 from parallel_train.config import SCHEMA, TrainConfig
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.factory import build_policy
