@@ -364,3 +364,25 @@ def test_wrong_input_that_all_know_of_is_told_to_nobody(tmp_path):
     run_ranks(wrong_input_that_is_agreed, 2, tmp_path, init=False)
     for printed in printed_into(tmp_path):
         assert "failed" not in printed
+
+
+def store_goes_while_rank_1_tells():
+    """Rank 0 hosts the store and leaves; rank 1 still waits for the answer of rank 2."""
+    from parallel_engine import failures
+
+    engine, _, _ = prepared({})
+    if engine.rank == 2:
+        failures.POLL_S = 60.0
+        time.sleep(failures.HEARD_S + 2)
+    elif engine.rank == 0:
+        time.sleep(3)
+        os._exit(1)
+    time.sleep(1)
+    with engine.telling_peers():
+        raise RuntimeError("of this rank alone")
+
+
+def test_who_failed_first_keeps_its_error_when_the_store_goes():
+    outcome = rank_outcomes(store_goes_while_rank_1_tells, 3, init=False)[1]
+    assert outcome.error_type == "RuntimeError"
+    assert "of this rank alone" in outcome.error

@@ -104,6 +104,7 @@ class Failures:
         rank saw is only the collective that broke.
         """
         mine = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        first = None
         try:
             first = self._store.compare_set("error", "", mine).decode()
             if first == mine:
@@ -113,7 +114,9 @@ class Failures:
             while (silent := self._silent()) and time.monotonic() < deadline:
                 time.sleep(0.05)
         except RuntimeError:  # the store went with the rank that hosted it
-            return None if self._rank == 0 else "rank 0 is gone, and the launch's store with it"
+            if first == mine or self._rank == 0:
+                return None
+            return "rank 0 is gone, and the launch's store with it"
         if silent:
             who = f"ranks {silent} give" if len(silent) > 1 else f"rank {silent[0]} gives"
             return f"{who} no answer: killed, or cut off. First seen: {first}"
