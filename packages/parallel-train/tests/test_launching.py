@@ -343,6 +343,18 @@ def test_a_rank_that_dies_ends_all_and_is_named(train, rank):
     assert "Traceback" not in process.text
 
 
+def test_ranks_wait_for_one_another_as_long_as_they_are_told(train):
+    process = train(*ENDLESS, "--nproc_per_node", 2, "--timeout_s", 4)
+    process.wait_for_step(3)
+    os.kill(process.ranks[1], signal.SIGSTOP)
+    assert process.end(60) == 1
+    assert "rank 0 failed: RuntimeError" in process.text
+    assert "Timed out waiting 4000ms" in process.text
+    refused = train(*ENDLESS, "--timeout_s", 0)
+    assert refused.end() == 2
+    assert "--timeout_s = 0.0, but it is a number of seconds above 0. Use 600." in refused.text
+
+
 def test_a_killed_launcher_takes_no_step_with_it(train, tmp_path):
     """Its ranks see that it is gone, save together and leave: no orphan keeps the machine."""
     process = train(*ENDLESS, "--nproc_per_node", 2, "--dataset.num_workers", 1)

@@ -28,6 +28,8 @@ class LaunchOptions:
     """Start this many processes on this machine. Under torchrun or Slurm leave it out."""
     grace_s: float = 30.0
     """With --nproc_per_node: seconds that workers have, after SIGTERM, to write a checkpoint."""
+    timeout_s: float = 600.0
+    """Seconds that ranks wait for one another, at the start and in each collective."""
 
 
 @dataclass(frozen=True, kw_only=True)

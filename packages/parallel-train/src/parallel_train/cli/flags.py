@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from parallel_config import ConfigError, Problem
 
+_LONGEST_S = 1e9
 MANY = -1
 """Arity of a flag that takes any number of values."""
 
@@ -80,6 +81,23 @@ def value_of(argv: Sequence[str], name: str) -> str | None:
             following = argv[index + 1] if index + 1 < len(argv) else None
             found = following if value is None else value
     return found
+
+
+def seconds(name: str, value: float | str) -> float:
+    """A time that is to be waited for.
+
+    Raises:
+        ConfigError: it is no number, or not above 0.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= _LONGEST_S:
+        raise ConfigError(
+            Problem(f"--{name}", f"= {value}, but it is a number of seconds above 0.", "Use 600.")
+        )
+    return number
 
 
 def is_given(argv: Sequence[str], prefix: str) -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from parallel_config import ConfigError, Problem
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
+from parallel_train.cli.commands import LaunchOptions
 from parallel_train.launch import without_flags
 from parallel_train.run_folder import default_output_dir
 
@@ -48,7 +50,8 @@ def fetched(argv: Sequence[str]) -> list[str]:
     if LaunchFacts.read().world_size > 1:
         from parallel_engine import connect
 
-        connect()
+        timeout_s = argv_flags.value_of(argv[1:], "timeout_s") or LaunchOptions.timeout_s
+        connect(timeout=timedelta(seconds=argv_flags.seconds("timeout_s", timeout_s)))
     from parallel_engine import from_main
 
     output_dir = argv_flags.value_of(argv[1:], "output_dir")

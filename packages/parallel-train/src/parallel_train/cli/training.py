@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,10 +87,12 @@ def _work(parsed: Parsed, facts: LaunchFacts) -> int:
 def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
     import torch.distributed as dist
 
-    from parallel_engine import NonFiniteError, PeerError, UnusedParametersError
+    from parallel_engine import NonFiniteError, PeerError, UnusedParametersError, connect
     from parallel_train.train import train
 
     try:
+        seconds = argv_flags.seconds("timeout_s", parsed.command.launch.timeout_s)
+        connect(timeout=timedelta(seconds=seconds))
         return _finish(train(_job(parsed), stop), facts, stop)
     except ConfigError as error:
         # Agreed errors are the main rank's to print; before the ranks have met each has its own.
