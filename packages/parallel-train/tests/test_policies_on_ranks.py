@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallel_testing.ranks import run_ranks
+from parallel_testing.ranks import rank_outcomes, run_ranks
 
 KINDS = {"ddp": (2, 1), "fsdp": (1, 2), "hsdp": (2, 2)}
 STEPS = 4
@@ -122,3 +124,31 @@ def test_policies_train_under_every_kind(kind: str, alone: dict[str, dict[str, A
         assert first["losses"] == pytest.approx(single["losses"], abs=1e-5)
         assert first["norms"] == pytest.approx(single["norms"], rel=1e-4)
         assert first["chunk"] == pytest.approx(single["chunk"], abs=1e-4)
+
+
+def train_on_two_nodes(folder: Path) -> None:
+    """Each rank in a folder of its own; only the first holds the dataset."""
+    from parallel_train.config import TrainConfig
+    from parallel_train.data.config import DatasetConfig
+    from parallel_train.signals import StopRequest
+    from parallel_train.train import Job
+    from parallel_train.train import train as train_job
+
+    os.chdir(folder / os.environ["RANK"])
+    dataset = DatasetConfig(root="dataset")
+    config = TrainConfig(
+        policy=config_of("act"), dataset=dataset, output_dir=str(folder / "run"), steps=1
+    )
+    with StopRequest() as stop:
+        train_job(Job(config=config), stop)
+
+
+def test_a_dataset_that_one_node_lacks_is_told_by_every_rank(tmp_path: Path) -> None:
+    from parallel_train.data.config import EMBEDDED_ROOT
+
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0/dataset").symlink_to(EMBEDDED_ROOT)
+    for outcome in rank_outcomes(train_on_two_nodes, 2, tmp_path, init=False):
+        assert outcome.error_type == "ConfigError"
+        assert "dataset.root = 'dataset': there is no such folder" in outcome.error

@@ -99,8 +99,10 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     publisher = RunPublisher(config, start.folder, start.topology, is_main=facts.is_main)
     publisher.check()
     engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
-    task = build_task(
-        config, start.topology, engine.rank, samples_seen=samples, device=engine.device
+    task = together(
+        lambda: build_task(
+            config, start.topology, engine.rank, samples_seen=samples, device=engine.device
+        )
     )
     from_main(start.folder.create)
     saver = CheckpointSaver(
