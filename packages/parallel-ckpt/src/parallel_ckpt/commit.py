@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.hashing import flush_files, hashed_file
 from parallel_ckpt.layout import (
     DELETED,
@@ -28,7 +27,7 @@ from parallel_ckpt.layout import (
     parse_step,
     step_name,
 )
-from parallel_ckpt.manifest import Manifest, parse_manifest, read_manifest
+from parallel_ckpt.manifest import Manifest, parse_manifest, sequence_of
 
 
 def begin(run: RunFolder, step: int) -> StepFolder:
@@ -112,8 +111,9 @@ def mend(run: RunFolder) -> list[str]:
     steps = run.committed_steps()
     if steps and os.path.islink(run.last) and not run.last.exists():
         with _noting(notes, f"{run.last}: points at nothing"):
-            point_last(run, steps[-1])
-            notes.append(f"{run.last}: pointed at nothing; now at {step_name(steps[-1])}.")
+            newest = max(steps, key=lambda step: (_order(run.step(step)), step))
+            point_last(run, newest)
+            notes.append(f"{run.last}: pointed at nothing; now at {step_name(newest)}.")
     for pattern in (f".{LAST}.*", f"{PROBE}*"):
         for leftover in run.checkpoints.glob(pattern):
             with _noting(notes, f"{leftover}: not removed"):
@@ -127,17 +127,15 @@ def _moved_aside(run: RunFolder) -> list[Hidden]:
     for hidden in run.hidden_folders():
         if hidden.role != REPLACED or os.path.lexists(run.step(hidden.step).path):
             continue
-        other = found.get(hidden.step)
-        if other is None or _sequence(hidden) > _sequence(other):
-            found[hidden.step] = hidden
+        other = found.get(hidden.step, hidden)
+        found[hidden.step] = max(other, hidden, key=lambda aside: _order(StepFolder(aside.path)))
     return list(found.values())
 
 
-def _sequence(hidden: Hidden) -> int:
-    try:
-        return read_manifest(StepFolder(hidden.path)).sequence
-    except CheckpointError:
-        return -1
+def _order(folder: StepFolder) -> int:
+    """Greater for what was committed later; least where that cannot be read."""
+    sequence = sequence_of(folder)
+    return -1 if sequence is None else sequence
 
 
 def point_last(run: RunFolder, step: int) -> None:

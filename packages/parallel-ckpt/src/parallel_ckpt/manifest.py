@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint
+from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.hashing import HASH_NAME
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.untrusted import is_count, parse_json
@@ -86,6 +86,14 @@ def read_manifest(folder: StepFolder) -> Manifest:
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise DamagedCheckpoint.of(path, f"has more than {MAX_MANIFEST_BYTES} bytes.")
     return parse_manifest(path.read_bytes(), path)
+
+
+def sequence_of(folder: StepFolder) -> int | None:
+    """When a checkpoint was committed, counted in commits; None where that cannot be read."""
+    try:
+        return read_manifest(folder).sequence
+    except CheckpointError:
+        return None
 
 
 def parse_manifest(text: bytes | str, source: Path) -> Manifest:

@@ -19,7 +19,7 @@ from parallel_ckpt.layout import (
     RunFolder,
     StepFolder,
 )
-from parallel_ckpt.manifest import Manifest, read_manifest
+from parallel_ckpt.manifest import Manifest, read_manifest, sequence_of
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
@@ -116,14 +116,7 @@ def _newest(run: RunFolder) -> StepFolder | None:
 
 def _newest_first(run: RunFolder) -> list[Path]:
     """Committed step folders, the one committed last first; unreadable ones by their number."""
-    keyed = []
-    for step in run.committed_steps():
-        folder = run.step(step)
-        try:
-            sequence = read_manifest(folder).sequence
-        except CheckpointError:
-            sequence = 0
-        keyed.append((sequence, step, folder.path))
-    fallback = max((sequence for sequence, _, _ in keyed), default=0) + 1
-    keyed = [(sequence or fallback, step, path) for sequence, step, path in keyed]
-    return [path for _, _, path in sorted(keyed, reverse=True)]
+    found = [(sequence_of(run.step(step)), step) for step in run.committed_steps()]
+    newer = max((sequence for sequence, _ in found if sequence is not None), default=0) + 1
+    keyed = [(newer if sequence is None else sequence, step) for sequence, step in found]
+    return [run.step(step).path for _, step in sorted(keyed, reverse=True)]

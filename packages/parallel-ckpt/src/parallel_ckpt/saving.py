@@ -27,7 +27,7 @@ from parallel_ckpt.layout import (
     StepFolder,
 )
 from parallel_ckpt.lock import RunLock
-from parallel_ckpt.manifest import FileRecord, Manifest, read_manifest
+from parallel_ckpt.manifest import FileRecord, Manifest, sequence_of
 from parallel_ckpt.optimizer_state import inner_scheduler
 from parallel_ckpt.retention import superseded
 from parallel_ckpt.shards import signature
@@ -335,13 +335,9 @@ def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
 
 
 def _sequences(run: RunFolder) -> dict[int, int]:
-    found = {}
-    for step in run.committed_steps():
-        try:
-            found[step] = read_manifest(run.step(step)).sequence
-        except CheckpointError:
-            continue  # A damaged one is reported by whoever wants to load it.
-    return found
+    found = {step: sequence_of(run.step(step)) for step in run.committed_steps()}
+    # A damaged one is reported by whoever wants to load it.
+    return {step: sequence for step, sequence in found.items() if sequence is not None}
 
 
 def _versions() -> dict[str, str]:
