@@ -35,7 +35,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from parallel_config import AcceleratorConfig, FSDPConfig, ParallelismConfig
 from parallel_engine import Engine
 from parallel_engine.accelerate_build import build_accelerator
-from parallel_engine.wrapping import resolve_wrap_policy
+from parallel_engine.wrapping import only_with_size, resolve_wrap_policy, wrap_units
 from parallel_testing.ranks import run_ranks
 
 RANKS, CLIP_NORM, WARM_UP = 2, 1.0, 5
@@ -95,9 +95,10 @@ def by_torch(kind: str, parts: Parts) -> Update:
 
 def by_accelerate(kind: str, parts: Parts, engine: Engine) -> Update:
     """Accelerate's own loop, on an Accelerator with the settings of the engine's."""
+    accelerator = build_accelerator(CONFIG, engine.topology, engine.device)
     policy = resolve_wrap_policy(parts[0], CONFIG.fsdp) if kind == "fsdp" else None
-    accelerator = build_accelerator(CONFIG, engine.topology, engine.device, wrap_policy=policy)
-    model, optimizer, scheduler = accelerator.prepare(*parts)
+    with only_with_size(parts[0], wrap_units(parts[0], policy).values() if policy else None):
+        model, optimizer, scheduler = accelerator.prepare(*parts)
 
     def update(batch: Tensor) -> float:
         with accelerator.accumulate(model):

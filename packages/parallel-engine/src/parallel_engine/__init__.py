@@ -18,12 +18,12 @@ from parallel_engine.evaluation import evaluate_loss as evaluate_loss
 from parallel_engine.failures import PeerError as PeerError
 from parallel_engine.materialize import initialize as initialize
 from parallel_engine.materialize import parameters_on_meta as parameters_on_meta
+from parallel_engine.nonfinite import NonFiniteError as NonFiniteError
 from parallel_engine.order import UnitOrderError as UnitOrderError
 from parallel_engine.plan import ShardPlan as ShardPlan
 from parallel_engine.plan import UnitPlan as UnitPlan
 from parallel_engine.plan import plan as plan
 from parallel_engine.step import Loss as Loss
-from parallel_engine.step import NonFiniteError as NonFiniteError
 from parallel_engine.step import StepReport as StepReport
 from parallel_engine.step import UnusedParametersError as UnusedParametersError
 from parallel_engine.wrapping import unwrap as unwrap

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +25,6 @@ from parallel_config import (
     AcceleratorConfig,
     ConfigError,
     ParallelismConfig,
-    Problem,
     Topology,
     with_environment,
 )
@@ -44,35 +42,35 @@ from parallel_engine.building import OptimizerFactory, build, order_of_building,
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
-from parallel_engine.loading import DeviceLoader, Moved, prepare_loader, set_epoch
+from parallel_engine.loading import prepare_loader, windows
 from parallel_engine.materialize import (
     Fill,
     allocate,
     is_on_meta,
+    move_whole,
     replicas_alike,
     require_filled,
     shard_alone,
 )
 from parallel_engine.metrics import MetricNames
+from parallel_engine.nonfinite import NonFinite, OnNonFinite
 from parallel_engine.order import UnitOrder, UnitOrderError
 from parallel_engine.plan import ShardPlan, plan
-from parallel_engine.step import LossFn, NonFiniteError, StepReport
+from parallel_engine.step import LossFn, StepReport
 from parallel_engine.units import checkpoint_units, compile_units
 from parallel_engine.wrapping import (
     drop_gradients,
     forward_methods,
+    log_units,
     only_with_size,
     resolve_wrap_policy,
-    unit_sizes,
+    units_without_shards,
     unwrap,
     without_sync,
     wrap_units,
 )
 
 log = logging.getLogger("parallel_engine")
-_END = object()
-_MAX_OVERFLOWS = 32
-"""In a row, of fp16's scaler: it begins at 2 ** 16 and halves its scale with each."""
 
 
 class Engine:
@@ -97,7 +95,7 @@ class Engine:
         parallelism: ParallelismConfig | None = None,
         accelerator: AcceleratorConfig | None = None,
         device: torch.device | str | None = None,
-        on_nonfinite: Literal["error", "skip"] = "error",
+        on_nonfinite: OnNonFinite = "error",
         timeout: datetime.timedelta = _ranks.TIMEOUT,
     ) -> None:
         check_environment()
@@ -112,9 +110,7 @@ class Engine:
         for line in self.overridden if self.is_main else ():
             log.warning("the environment wins: %s", line)
         self.device = _ranks.choose_device(device, self.facts)
-        self.on_nonfinite = on_nonfinite
-        self.num_skipped = 0
-        """Updates left out because a value was not finite."""
+        self._nonfinite = NonFinite(on_nonfinite)
         self.metric_names = MetricNames()
         """Of every metric that any rank has given."""
         apply_determinism(self.config)
@@ -125,8 +121,6 @@ class Engine:
         """Whether a backward pass broke off between collectives, which nothing can mend."""
         self._is_clipped = False
         """Whether `clip` has seen the gradients of the coming update."""
-        self._overflows = 0
-        """Updates in a row that the fp16 scaler's scale was too large for."""
         self._accelerator: Accelerator | None = None
         self._model: nn.Module | None = None
         self._values_missing = False
@@ -141,6 +135,11 @@ class Engine:
     def is_main(self) -> bool:
         """Whether this rank prints and writes what is written once."""
         return self.facts.is_main
+
+    @property
+    def num_skipped(self) -> int:
+        """Updates left out because a value was not finite."""
+        return self._nonfinite.num_skipped
 
     @property
     def accelerator(self) -> Accelerator:
@@ -204,9 +203,9 @@ class Engine:
         if not built_late:
             optimizer, scheduler = _ranks.together(lambda: build(model, optimizer, scheduler))
         policy = resolve_wrap_policy(model, self.config.fsdp) if sharded else None
-        units = wrap_units(model, policy) if policy else _declared_units(model, self.config)
+        units = wrap_units(model, policy) if policy else units_without_shards(model, self.config)
         ignored = preflight.ignored_modules(model, self.config) if sharded else []
-        replicated = _names_of(model, ignored)
+        replicated = preflight.names_within(model, ignored)
         accelerator = self._before_wrapping(model, units, ignored)
         with only_with_size(model, units.values() if sharded else None), without_mesh_warnings():
             if built_late:
@@ -233,7 +232,8 @@ class Engine:
             preflight.verify_sharded(wrapped, optimizer, units, replicated)
             self._order = UnitOrder(wrapped, self.topology.world_size)
             self._failures.order = self._order
-            self._log_units(wrapped, policy.source)
+            if self.is_main:
+                log_units(wrapped, policy.source)
         self._model = wrapped
         return wrapped, optimizer, scheduler, prepare_loader(loader, accelerator, self.device)
 
@@ -268,26 +268,7 @@ class Engine:
             ConfigError: the loader yields nothing, or nothing any more.
         """
         steps = self.config.gradient_accumulation.steps
-        host = loader.loader if isinstance(loader, DeviceLoader) else loader
-        window: list[Any] = []
-        for epoch in itertools.count(first_epoch):
-            count = 0
-            with self._failures.told():
-                set_epoch(host, epoch)
-                batches = iter(host)
-            while (batch := self._next(batches)) is not _END:
-                count += 1
-                window.append(batch)
-                if len(window) == steps:
-                    yield Moved(window, self.device)
-                    window = []
-            if not count:
-                with self._failures.told():
-                    raise ConfigError(_yields_nothing(is_first=epoch == first_epoch))
-
-    def _next(self, batches: Iterator[Any]) -> Any:
-        with self._failures.told():
-            return next(batches, _END)
+        return windows(loader, steps, self.device, self._failures.told, first_epoch)
 
     def step(
         self,
@@ -324,7 +305,8 @@ class Engine:
                 scale = self.topology.dp_world_size / weight
                 norm = self.clip(model, scale=scale, clip_norm=clip_norm)
             loss = sums.total / weight
-            skipped = self._must_skip(loss, norm)
+            scaled = self.accelerator.scaler is not None
+            skipped = self._nonfinite.must_skip(loss, norm, scaled=scaled)
         self.update(optimizer, scheduler, skip=skipped)
         return StepReport(
             loss=loss,
@@ -459,7 +441,7 @@ class Engine:
             lambda: require_as_configured(accelerator, self.config, self.topology, self.device)
         )
         self._accelerator = accelerator
-        _move_whole(model, self.device, ignored)
+        move_whole(model, self.device, ignored)
         return accelerator
 
     def _materialize(self, model: nn.Module, on_meta: bool, fill: Fill | None) -> None:
@@ -477,28 +459,6 @@ class Engine:
             if self.topology.is_sharded:
                 replicas_alike(model)
         self._values_missing = on_meta and fill is None
-
-    def _must_skip(self, loss: float, norm: float) -> bool:
-        """Whether the update is left out; the same on every rank."""
-        loss_is_finite = abs(loss) < float("inf")
-        if loss_is_finite and norm < float("inf"):
-            self._overflows = 0
-            return False
-        self.num_skipped += 1
-        if loss_is_finite and self.accelerator.scaler is not None:
-            # Gradients overflow fp16 until the scaler has found its scale, which halves each time.
-            self._overflows += 1
-            if self._overflows <= _MAX_OVERFLOWS:
-                log.info("gradients overflow fp16; update skipped, the loss scale is halved")
-                return True
-        message = (
-            f"loss = {loss}, gradient norm = {norm}: not finite, before the update. Look at the "
-            "data, or use a lower learning rate"
-        )
-        if self.on_nonfinite == "error":
-            raise NonFiniteError(message)
-        log.warning("%s; update skipped (%d so far)", message, self.num_skipped)
-        return True
 
     def _require_same_order(self) -> None:
         """Collective: every rank. Wrap units ran in the same order everywhere."""
@@ -524,51 +484,4 @@ class Engine:
     def _allocate(self, model: nn.Module) -> None:
         shards = torch.device("cpu") if self.config.fsdp.cpu_offload else self.device
         allocate(model, self.device, shards=shards)
-        _move_whole(model, self.device, ())
-
-    def _log_units(self, model: nn.Module, source: str) -> None:
-        if self.is_main:
-            sizes = unit_sizes(model)
-            shown = [f"{name or '(root)'} {size:,}" for name, size in sizes.items()]
-            more = " ..." if len(shown) > 20 else ""
-            log.info(
-                "%d wrap units (%s), with their parameters: %s%s",
-                len(sizes), source, "; ".join(shown[:20]), more,
-            )  # fmt: skip
-
-
-def _declared_units(model: nn.Module, config: AcceleratorConfig) -> dict[str, nn.Module]:
-    """Units for checkpointing and compiling where nothing is sharded.
-
-    Raises:
-        ConfigError: checkpointing or compiling is asked for, and nobody names units.
-    """
-    if config.activation_checkpointing.mode == "none" and not config.compile.enable:
-        return {}
-    return wrap_units(model, resolve_wrap_policy(model, config.fsdp))
-
-
-def _names_of(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:
-    held = {id(p) for module in modules for p in module.parameters()}
-    return {name for name, p in model.named_parameters() if id(p) in held}
-
-
-def _move_whole(model: nn.Module, device: torch.device, ignored: Sequence[nn.Module]) -> None:
-    """Parameters that are not sharded are moved here; FSDP2 moves the others."""
-    for module in ignored:
-        if is_on_meta(module):
-            allocate(module, device)
-        module.to(device)
-    for buffer in model.buffers():
-        if not buffer.is_meta:
-            buffer.data = buffer.data.to(device)
-
-
-def _yields_nothing(*, is_first: bool) -> Problem:
-    if is_first:
-        return Problem("loader", "yields no batch on this rank.")
-    return Problem(
-        "loader",
-        "yields nothing when it is started again, as a generator does, which runs once.",
-        "Give an object whose __iter__ begins anew, such as a DataLoader.",
-    )
+        move_whole(model, self.device, ())

@@ -57,6 +57,8 @@ class Failures:
         self._name, self._num_handled = name, 0
         self._store: Any = None
         self._left = threading.Event()
+        self._heard: list[str] = []
+        """The peers' error, once the watching thread has read it."""
         if world_size > 1:
             self._begin()
 
@@ -65,8 +67,11 @@ class Failures:
         prefix = f"parallel_engine/failures/{self._name}/{self._num_handled}"
         self._store = dist.distributed_c10d.PrefixStore(prefix, base)
         self._left = threading.Event()
-        watch = (weakref.ref(self), self._store, self._rank, self._world_size, self._left)
-        thread = threading.Thread(target=_watch, args=watch, daemon=True, name="peer-failures")
+        self._heard = []
+        watch = (self._store, self._rank, self._world_size, self._left, self._heard)
+        thread = threading.Thread(
+            target=_watch, args=(weakref.ref(self), *watch), daemon=True, name="peer-failures"
+        )
         thread.start()
         # Also when the interpreter ends: a thread inside a store call then aborts the process.
         weakref.finalize(self, _stop, self._left, thread)
@@ -114,9 +119,10 @@ class Failures:
             while (silent := self._silent()) and time.monotonic() < deadline:
                 time.sleep(0.05)
         except RuntimeError:  # the store went with the rank that hosted it
-            if first == mine or self._rank == 0:
+            if first == mine:
                 return None
-            return "rank 0 is gone, and the launch's store with it"
+            gone = None if self._rank == 0 else "rank 0 is gone, and the launch's store with it"
+            return self._heard[0] if self._heard else gone
         if silent:
             who = f"ranks {silent} give" if len(silent) > 1 else f"rank {silent[0]} gives"
             return f"{who} no answer: killed, or cut off. First seen: {first}"
@@ -134,7 +140,12 @@ def _is_of_a_collective(error: Exception) -> bool:
 
 
 def _watch(
-    owner: weakref.ref[Failures], store: Any, rank: int, world_size: int, left: threading.Event
+    owner: weakref.ref[Failures],
+    store: Any,
+    rank: int,
+    world_size: int,
+    left: threading.Event,
+    heard: list[str],
 ) -> None:
     """Until `left` is set. A peer's error ends the process unless that happens soon after."""
     stall = _Stall(store, rank, world_size)
@@ -147,6 +158,7 @@ def _watch(
             if not store.check(["error"]):
                 continue
             text = store.get("error").decode()
+            heard.append(text)
             store.set(f"heard/{rank}", "")
         except RuntimeError:
             return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ _CUT = (
     IterableDatasetShard,
 )
 _SAMPLERS = ("batch_sampler", "sampler")
+_END = object()
 
 
 class DeviceLoader:
@@ -59,6 +62,46 @@ class Moved(Sequence[Any]):
         if isinstance(index, slice):
             return Moved(self._batches[index], self._device)
         return to_device(self._batches[index], self._device)
+
+
+def windows(
+    loader: Iterable[Any],
+    steps: int,
+    device: torch.device,
+    told: Callable[[], AbstractContextManager[None]],
+    first_epoch: int,
+) -> Iterator[Sequence[Any]]:
+    """As `Engine.accumulate`, which see. What the loader raises is raised within `told()`."""
+    host = loader.loader if isinstance(loader, DeviceLoader) else loader
+    window: list[Any] = []
+    for epoch in itertools.count(first_epoch):
+        count = 0
+        with told():
+            set_epoch(host, epoch)
+            batches = iter(host)
+        while True:
+            with told():
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            count += 1
+            window.append(batch)
+            if len(window) == steps:
+                yield Moved(window, device)
+                window = []
+        if not count:
+            with told():
+                raise ConfigError(_yields_nothing(is_first=epoch == first_epoch))
+
+
+def _yields_nothing(*, is_first: bool) -> Problem:
+    if is_first:
+        return Problem("loader", "yields no batch on this rank.")
+    return Problem(
+        "loader",
+        "yields nothing when it is started again, as a generator does, which runs once.",
+        "Give an object whose __iter__ begins anew, such as a DataLoader.",
+    )
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

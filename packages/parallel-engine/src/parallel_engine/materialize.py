@@ -9,7 +9,7 @@ named in an error instead of being trained on.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,6 +143,17 @@ def require_filled(model: nn.Module) -> None:
         )
     if problems:
         raise _ranks.agreed(ConfigError(problems))
+
+
+def move_whole(model: nn.Module, device: torch.device, ignored: Sequence[nn.Module]) -> None:
+    """Parameters that are not sharded are moved here; FSDP2 moves the others."""
+    for module in ignored:
+        if is_on_meta(module):
+            allocate(module, device)
+        module.to(device)
+    for buffer in model.buffers():
+        if not buffer.is_meta:
+            buffer.data = buffer.data.to(device)
 
 
 def initialize(model: nn.Module, reset: Callable[[nn.Module], Any] | None = None) -> None:

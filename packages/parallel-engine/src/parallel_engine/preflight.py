@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -53,6 +53,12 @@ def ignored_modules(model: nn.Module, config: AcceleratorConfig) -> list[nn.Modu
     if not scalars:
         return named
     return [*named, nn.ParameterList(scalars)]
+
+
+def names_within(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:
+    """Names of the model's parameters that these modules hold."""
+    held = {id(p) for module in modules for p in module.parameters()}
+    return {name for name, p in model.named_parameters() if id(p) in held}
 
 
 def make_contiguous(model: nn.Module, *, sharded: bool) -> None:

@@ -61,10 +61,6 @@ class StepReport:
     """Mean over the micro-batches, of all ranks, that gave it; by name."""
 
 
-class NonFiniteError(RuntimeError):
-    """Loss or gradient norm is NaN or infinite; raised on every rank before the update."""
-
-
 class UnusedParametersError(RuntimeError):
     """Trainable parameters took no part in the loss, which DDP must be told beforehand."""
 

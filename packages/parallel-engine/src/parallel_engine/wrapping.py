@@ -8,6 +8,7 @@ without any is an error, since sharding the root alone saves no memory.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_config import ConfigError, FSDPConfig, Problem, clean_fqn
+from parallel_config import AcceleratorConfig, ConfigError, FSDPConfig, Problem, clean_fqn
 from parallel_config.errors import nearest
+
+log = logging.getLogger("parallel_engine")
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,26 @@ def unit_sizes(model: nn.Module) -> dict[str, int]:
         owner = max((u for u in units if not u or name.startswith(f"{u}.")), key=len)
         sizes[clean_fqn(owner)] += parameter.numel()
     return sizes
+
+
+def log_units(model: nn.Module, source: str) -> None:
+    """Names and sizes of the units of a sharded model, and who decided on them."""
+    sizes = unit_sizes(model)
+    shown = [f"{name or '(root)'} {size:,}" for name, size in sizes.items()]
+    more = " ..." if len(shown) > 20 else ""
+    listed = "; ".join(shown[:20]) + more
+    log.info("%d wrap units (%s), with their parameters: %s", len(sizes), source, listed)
+
+
+def units_without_shards(model: nn.Module, config: AcceleratorConfig) -> dict[str, nn.Module]:
+    """Units for checkpointing and compiling where nothing is sharded.
+
+    Raises:
+        ConfigError: checkpointing or compiling is asked for, and nobody names units.
+    """
+    if config.activation_checkpointing.mode == "none" and not config.compile.enable:
+        return {}
+    return wrap_units(model, resolve_wrap_policy(model, config.fsdp))
 
 
 def forward_methods(model: nn.Module) -> tuple[str, ...]:
