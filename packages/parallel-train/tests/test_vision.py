@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from parallel_config import ConfigError
+from parallel_engine import initialize, parameters_on_meta
+from parallel_engine.materialize import allocate
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.act.modeling import ACTPolicy
@@ -124,3 +126,18 @@ def test_the_backbone_is_cut_into_units_of_its_own() -> None:
 def test_a_camera_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"names 'front', which the dataset does not have.*top"):
         ACTPolicy(ACTConfig(cameras=("front",)), SPEC)
+
+
+def test_drawn_on_meta_or_in_memory_the_values_are_the_same():
+    torch.manual_seed(5)
+    wanted = ImageTokens("resnet18", None, 16, 2).state_dict()
+    with parameters_on_meta():
+        tokens = ImageTokens("resnet18", None, 16, 2)
+    allocate(tokens, torch.device("cpu"))
+    torch.manual_seed(5)
+    initialize(tokens)
+    found = tokens.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    first = found["features.conv1.weight"]
+    assert first.std() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.02)

@@ -37,8 +37,13 @@ class ImageTokens(nn.Module):
     def __init__(self, backbone: str, weights: str | None, dim: int, num_cameras: int) -> None:
         super().__init__()
         self._pretrained = backbone, weights
-        resnet = _resnet(backbone, weights)
+        with torch.random.fork_rng(devices=[]):  # drawn below, once, as into shards
+            resnet = _resnet(backbone, weights)
         self.features = nn.Sequential(OrderedDict(_without_head(resnet)))
+        for module in self.features.modules():
+            if isinstance(module, nn.Conv2d):
+                module.__class__ = _Conv2d
+                module.reset_parameters()
         self.to_token = nn.Conv2d(resnet.fc.in_features, dim, kernel_size=1)
         self.camera = nn.Parameter(torch.empty(num_cameras, dim))
         self.reset_parameters()
@@ -105,6 +110,16 @@ def place_codes(height: int, width: int, dim: int) -> Tensor:
     rows_HWD = rows_HD[:, None].expand(-1, width, -1)
     columns_HWD = columns_WD[None].expand(height, -1, -1)
     return torch.cat([rows_HWD, columns_HWD], dim=-1).flatten(0, 1)
+
+
+class _Conv2d(nn.Conv2d):
+    """One of a ResNet, which draws its own values as arXiv:1502.01852 does for ReLUs.
+
+    Torchvision's network draws them when it is built, which leaves none to a model on meta.
+    """
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
 def _resnet(backbone: str, weights: str | None) -> Any:
