@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel_ckpt.errors import CheckpointError
-from parallel_config import ConfigError
+from parallel_config import ConfigError, agreed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -158,7 +158,7 @@ class Ranks:
     def _raise_first(self, errors: Sequence[ConfigError | None], cause: Exception | None) -> None:
         for error in errors:
             if error is not None:
-                raise error from (None if cause is error else cause)
+                raise agreed(error) from (None if cause is error else cause)
 
 
 def _not_all_here(call: str, error: RuntimeError, waited_s: float) -> CheckpointError:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import nn
@@ -82,7 +83,7 @@ def count(value: Any, name: str) -> int:
     """
     number = -1
     with contextlib.suppress(TypeError):
-        number = -1 if isinstance(value, bool) else operator.index(value)
+        number = -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     if not is_count(number):
         raise CheckpointError.of(name, f"= {value!r}, but it is an integer from 0 to 2^62 - 1.")
     return number
