@@ -53,6 +53,8 @@ class Loop:
     model_files: dict[str, bytes]
     start_step: int
     start_samples: int
+    data_sizes: Mapping[str, int]
+    """Samples and episodes of the training data, for the checkpoints."""
     peak_samples_per_s: float | None = None
     """Throughput at 100% model FLOPs utilization, where it is known."""
 
@@ -115,7 +117,11 @@ class Loop:
                 model=self.prepared.model,
                 optimizer=self.prepared.optimizer,
                 scheduler=self.prepared.scheduler,
-                data_state={"seed": self.config.seed, "samples_seen": self._samples(step)},
+                data_state={
+                    "seed": self.config.seed,
+                    "samples_seen": self._samples(step),
+                    **self.data_sizes,
+                },
                 train_config=self.train_config,
                 model_files=self.model_files,
             )

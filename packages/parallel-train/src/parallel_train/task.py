@@ -31,8 +31,14 @@ from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
 from parallel_train.data.spec import ACTION
 from parallel_train.data.split import split_episodes
 from parallel_train.policies.answers import read_answer
-from parallel_train.policies.factory import build_policy, load_pretrained, policy_json
+from parallel_train.policies.factory import (
+    build_policy,
+    load_pretrained,
+    policy_class,
+    policy_json,
+)
 from parallel_train.processors import Preprocessor
+from parallel_train.resumed_data import TrainedBefore
 from parallel_train.sinks import Row
 
 LossFn = Callable[[nn.Module, Batch], tuple[Loss, dict[str, Tensor]]]
@@ -56,6 +62,8 @@ class Task:
     dataset: LeRobotDataset
     """What is trained on."""
     held_out: HeldOut | None = None
+    notes: tuple[str, ...] = ()
+    """What a resumed run keeps of its former data, and what is new in them."""
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,26 @@ def build_task(
     *,
     samples_seen: int,
     device: torch.device,
+    before: TrainedBefore | None = None,
 ) -> Task:
     """Build everything on this rank. Initial weights depend on the seed alone.
 
+    A resumed run goes on with the normalization that it was trained with, told by `before`.
+
     Raises:
-        ConfigError: the dataset is no dataset, or does not fit the policy.
+        ConfigError: the dataset is no dataset, does not fit the policy, or is not what the weights
+            of a resumed run were trained on.
     """
     dataset, held_out = build_datasets(config)
     preprocessor = Preprocessor.from_stats(
         dataset.stats, config.policy.normalization(), config.dataset.rename
     )
+    notes: list[str] = []
+    if before is not None:
+        by_text = getattr(policy_class(config.policy), "tasks_by_text", False)
+        notes = before.check(dataset, tasks_by_text=by_text)
+        preprocessor, lines = before.preprocessor(preprocessor)
+        notes += lines
     torch.manual_seed(config.seed)
     with parameters_on_meta() if config.meta_init else contextlib.nullcontext():
         model = build_policy(config.policy, dataset.spec)
@@ -119,6 +137,7 @@ def build_task(
         num_parameters=sum(p.numel() for p in model.parameters()),
         dataset=dataset,
         held_out=_held_out(config, topology, rank, held_out, load),
+        notes=tuple(notes),
     )
 
 

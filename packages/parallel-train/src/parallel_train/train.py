@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_ckpt import CheckpointSaver, read_start, restore
+from parallel_ckpt import CheckpointSaver, StepFolder, read_start, restore
 from parallel_config.environment import accelerate_variables, check_environment, environment_wins
 from parallel_engine import Ema, Engine, any_rank, connect, from_main, resume_average, together
 from parallel_engine.loading import prepare_loader
@@ -27,6 +27,7 @@ from parallel_train.loop import Loop, Prepared
 from parallel_train.policies.registry import POLICIES
 from parallel_train.publishing import RunPublisher, finished_hint
 from parallel_train.resume import kept_hyperparameters
+from parallel_train.resumed_data import TrainedBefore, sizes
 from parallel_train.run_folder import RunFolder
 from parallel_train.signals import PREEMPTED, StopRequest
 from parallel_train.sinks import JsonlSink, Sinks, console_sink
@@ -51,6 +52,8 @@ class Job:
     """Whether degrees were given as flags."""
     accumulation_given: bool = False
     """Whether the accumulation was given as a flag."""
+    stats_given: bool = False
+    """Whether the source of statistics was given as a flag: a resumed run then takes them anew."""
     allow_batch_change: bool = False
     """Accept another global batch on resume."""
     notes: tuple[str, ...] = ()
@@ -101,7 +104,12 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
     task = together(
         lambda: build_task(
-            config, start.topology, engine.rank, samples_seen=samples, device=engine.device
+            config,
+            start.topology,
+            engine.rank,
+            samples_seen=samples,
+            device=engine.device,
+            before=_trained_before(job, start, opened.data_state) if opened else None,
         )
     )
     from_main(start.folder.create)
@@ -114,7 +122,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         on_commit=publisher.push,
     )
     prepared = _prepare(engine, task, config)
-    notes = [*start.notes, *(opened.notes if opened else ())]
+    notes = [*start.notes, *(opened.notes if opened else ()), *task.notes]
     if start.checkpoint is not None:
         notes += _fill(prepared, start, start.checkpoint)
     peak, why = samples_per_s_at_peak(config, task.dataset, engine.device, facts.world_size)
@@ -122,7 +130,8 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     text = SCHEMA.dump(config)
     from_main(lambda: _open_folder(start, text, step))
     seed_rank(config.seed, engine.rank)
-    with saver, together(lambda: _sinks(engine.is_main, start, step)) as sinks:
+    sinks = together(lambda: _sinks(engine.is_main, start, step))
+    with engine.telling_peers(), saver, sinks:
         for line in notes:
             sinks.note(line)
         sinks.note(_headline(start, task.num_parameters))
@@ -136,6 +145,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
             model_files=task.model_files,
             start_step=step,
             start_samples=samples,
+            data_sizes=sizes(task.dataset),
             peak_samples_per_s=peak,
         )
         began = time.perf_counter()
@@ -215,6 +225,16 @@ def _prepare(engine: Engine, task: Task, config: TrainConfig) -> Prepared:
         task.loss_fn,
         ema=Ema(model, optimizer, config.ema) if config.ema.decay is not None else None,
         held_out=_on_device(task.held_out, engine),
+    )
+
+
+def _trained_before(job: Job, start: Start, data_state: Any) -> TrainedBefore | None:
+    if start.checkpoint is None:
+        return None
+    return TrainedBefore(
+        folder=StepFolder(start.checkpoint).pretrained_model,
+        data_state=data_state,
+        new_statistics=job.stats_given or "dataset.stats" in start.changed,
     )
 
 

@@ -134,6 +134,7 @@ def _job(parsed: Parsed) -> Job:
         output_dir_given=argv_flags.is_given(parsed.argv, "output_dir"),
         parallelism_given=parsed.parallelism_given,
         accumulation_given=argv_flags.is_given(
+        stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
             parsed.argv, "accelerator.gradient_accumulation.steps"
         ),
         allow_batch_change=command.allow_batch_change,

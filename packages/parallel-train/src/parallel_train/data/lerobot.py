@@ -142,6 +142,11 @@ class LeRobotDataset(Dataset[Batch]):
         """Frames of the chosen episodes: the samples of an epoch."""
         return len(self._frames)
 
+    @property
+    def num_episodes(self) -> int:
+        """Chosen episodes."""
+        return len(np.unique(self._first[self._frames]))
+
     def __len__(self) -> int:
         return self.num_frames
 
