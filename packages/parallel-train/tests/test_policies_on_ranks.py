@@ -152,3 +152,39 @@ def test_a_dataset_that_one_node_lacks_is_told_by_every_rank(tmp_path: Path) -> 
     for outcome in rank_outcomes(train_on_two_nodes, 2, tmp_path, init=False):
         assert outcome.error_type == "ConfigError"
         assert "dataset.root = 'dataset': there is no such folder" in outcome.error
+
+
+def train_until_a_sink_is_full(folder: Path) -> None:
+    """What the main rank prints goes to a full disk, from the first row on."""
+    from parallel_config import CheckpointConfig
+    from parallel_train import train
+    from parallel_train.config import TrainConfig
+    from parallel_train.signals import StopRequest
+    from parallel_train.sinks import LineSink, Sinks
+
+    class Full(LineSink):
+        def note(self, line: str) -> None:
+            if line.startswith("step"):
+                super().note(line)
+
+    with open("/dev/full", "w") as disk, StopRequest() as stop:
+        full = Full(steps=4, log_freq=1, stream=disk)
+        train._sinks = lambda is_main, start, step: Sinks([full] if is_main else [])
+        config = TrainConfig(
+            policy=config_of("act"),
+            output_dir=str(folder / "run"),
+            steps=4,
+            checkpoint=CheckpointConfig(save_freq=1),
+        )
+        try:
+            train.train(train.Job(config=config), stop)
+        finally:
+            full._stream = open(os.devnull, "w")  # noqa: SIM115
+
+
+def test_a_sink_that_fails_on_the_main_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    first, second = rank_outcomes(train_until_a_sink_is_full, 2, tmp_path, init=False)
+    assert first.error_type == "OSError", first.error
+    assert "No space left" in first.error
+    assert second.error_type == "PeerError", second.error
+    assert "rank 0 failed: OSError: [Errno 28] No space left on device" in second.error

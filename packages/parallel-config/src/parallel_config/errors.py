@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,17 @@ class ConfigError(ValueError):
 def _rebuild(problems: tuple[Problem, ...], source: str) -> ConfigError:
     """Unpickling: an error found by one rank is raised by the others."""
     return ConfigError(problems, source=source)
+
+
+def agreed(error: E) -> E:
+    """Mark an error that every rank raises, so that nobody needs to be told of it."""
+    vars(error)["is_agreed"] = True
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether every rank raises this error."""
+    return vars(error).get("is_agreed") is True
 
 
 _collected: ContextVar[list[Problem] | None] = ContextVar("collected_problems", default=None)

@@ -17,12 +17,11 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, agreed
 from parallel_config.environment import LaunchFacts, launch_variables, requested_device
 from parallel_engine.meeting import meet
 
 T = TypeVar("T")
-E = TypeVar("E", bound=BaseException)
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long ranks wait for one another, at the start and in each collective, by default."""
 
@@ -163,17 +162,6 @@ def agree(error: BaseException | None) -> None:
     for rank, found in enumerate(errors):
         if found is not None:
             raise agreed(error if error is not None and rank == dist.get_rank() else found)
-
-
-def agreed(error: E) -> E:
-    """Mark an error that every rank raises, so that nobody needs to be told of it."""
-    vars(error)["is_agreed"] = True
-    return error
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Whether every rank raises this error."""
-    return vars(error).get("is_agreed") is True
 
 
 def together(fn: Callable[[], T]) -> T:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, clean_fqn
-from parallel_engine._ranks import agreed
+from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, agreed, clean_fqn
 
 log = logging.getLogger("parallel_engine")
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel_engine._ranks import is_agreed
+from parallel_config import is_agreed
 from parallel_engine.order import UnitOrder, certain_difference
 
 POLL_S = 0.5
@@ -134,9 +134,15 @@ class Failures:
         return [rank for rank in ranks if not self._store.check([f"heard/{rank}"])]
 
 
-def _is_of_a_collective(error: Exception) -> bool:
-    """Whether a peer that is gone may be the reason; running out of memory is a rank's own."""
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Whether a peer that is gone may be the reason; running out of memory is a rank's own.
+
+    Also of what somebody made of such an error, as a checkpoint's save does.
+    """
+    if error is None:
+        return False
+    broken = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    return broken or _is_of_a_collective(error.__cause__)
 
 
 def _watch(

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
-from parallel_config import ConfigError, Problem, clean_fqn
+from parallel_config import ConfigError, Problem, agreed, clean_fqn
 from parallel_engine import _ranks
 
 Fill = Callable[[nn.Module], Any]
@@ -142,7 +142,7 @@ def require_filled(model: nn.Module) -> None:
             )
         )
     if problems:
-        raise _ranks.agreed(ConfigError(problems))
+        raise agreed(ConfigError(problems))
 
 
 def move_whole(model: nn.Module, device: torch.device, ignored: Sequence[nn.Module]) -> None:

@@ -63,7 +63,15 @@ class Loop:
 
         `restore_rng` is called once the first window is there, since starting a loader may draw
         random numbers.
+
+        Raises:
+            PeerError: another rank failed first, wherever that was: in reading data, in the
+                update, in the evaluation, in a sink or in the save.
         """
+        with self.engine.telling_peers():
+            return self._run(stop, restore_rng)
+
+    def _run(self, stop: StopRequest, restore_rng: Callable[[], None] | None) -> int:
         step, watch = self.start_step, Stopwatch()
         if self.engine.any(stop.received is not None):
             return step  # asked while starting: there is nothing new to save
@@ -89,8 +97,7 @@ class Loop:
             watch.lap()  # evaluating and saving are no training time
             if stopping:
                 break
-        with self.engine.telling_peers():
-            self.saver.wait()
+        self.saver.wait()
         return step
 
     def evaluate(self) -> dict[str, float]:
@@ -110,7 +117,7 @@ class Loop:
 
     def save(self, step: int) -> None:
         """Collective: every rank. Write the checkpoint of `step`."""
-        with self.engine.telling_peers(), self.prepared.averaged():
+        with self.prepared.averaged():
             self.saver.save(
                 step=step,
                 samples_seen=self._samples(step),

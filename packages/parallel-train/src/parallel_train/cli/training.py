@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, is_agreed
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.app import USAGE_ERROR, fail
@@ -85,8 +85,6 @@ def _work(parsed: Parsed, facts: LaunchFacts) -> int:
 
 
 def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
-    import torch.distributed as dist
-
     from parallel_engine import NonFiniteError, PeerError, UnusedParametersError, connect
     from parallel_train.train import train
 
@@ -95,8 +93,8 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
         connect(timeout=timedelta(seconds=seconds))
         return _finish(train(_job(parsed), stop), facts, stop)
     except ConfigError as error:
-        # Agreed errors are the main rank's to print; before the ranks have met each has its own.
-        if facts.is_main or not dist.is_initialized():
+        # Agreed errors are the main rank's to print; any other is this rank's own.
+        if facts.is_main or not is_agreed(error):
             fail(error, f"ptrain {parsed.argv[0]}")
         return USAGE_ERROR
     except (NonFiniteError, UnusedParametersError) as error:  # the same on every rank
@@ -134,9 +132,9 @@ def _job(parsed: Parsed) -> Job:
         output_dir_given=argv_flags.is_given(parsed.argv, "output_dir"),
         parallelism_given=parsed.parallelism_given,
         accumulation_given=argv_flags.is_given(
-        stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
             parsed.argv, "accelerator.gradient_accumulation.steps"
         ),
+        stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
         allow_batch_change=command.allow_batch_change,
         notes=parsed.notes,
     )
