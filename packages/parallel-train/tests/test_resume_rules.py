@@ -12,6 +12,7 @@ from parallel_config import (
     Topology,
 )
 from parallel_train.config import TrainConfig
+from parallel_train.data.split import EvalConfig
 from parallel_train.resume import (
     adapt,
     changed_paths,
@@ -103,6 +104,18 @@ def test_changes_are_listed_with_what_they_mean():
     assert kept_hyperparameters(changed_paths(saved, saved)) == ()
     decay = TrainConfig(steps=100, optimizer=OptimizerConfig(weight_decay=0.5))
     assert kept_hyperparameters(changed_paths(saved, decay)) == ("weight_decay",)
+
+
+def test_episodes_that_are_held_out_late_are_told_to_have_been_trained_on():
+    saved = TrainConfig()
+    for now, path in [
+        (TrainConfig(eval=EvalConfig(fraction=0.2)), "eval.fraction: 0.0 -> 0.2"),
+        (TrainConfig(eval=EvalConfig(episodes=(3,))), "eval.episodes: none -> [3]"),
+    ]:
+        (line,) = differences(saved, now)
+        assert line.startswith(f"{path} (an episode held out only from here on was trained on")
+    (line,) = differences(saved, TrainConfig(eval=EvalConfig(freq=7)))
+    assert line == "eval.freq: 100 -> 7 (in force)"
 
 
 def test_a_resolved_config_is_written_with_its_degrees():

@@ -108,12 +108,19 @@ def kept_hyperparameters(changed: frozenset[str]) -> tuple[str, ...]:
 
 
 _SILENT = ("output_dir", "parallelism.", "accelerator.gradient_accumulation.")
+_HELD_OUT = (
+    "an episode held out only from here on was trained on until this checkpoint, so its eval_loss is "
+    "not that of unseen data"
+)
 _MEANINGS = {
     "optimizer.": "in force from the next update",
     "steps": "the schedule now ends there",
     "scheduler.": "the curve follows the new values from the next update",
     "batch_size": "the data position is kept in samples",
     "seed": "the data order changes from here on",
+    "eval.fraction": _HELD_OUT,
+    "eval.episodes": _HELD_OUT,
+    "dataset.episodes": f"the data position is kept in samples, of the new data; {_HELD_OUT}",
     "dataset.rename": "what the policy reads under which name",
     "dataset.": "the data position is kept in samples, of the new data",
     "policy.": "in force, if the saved weights fit",
