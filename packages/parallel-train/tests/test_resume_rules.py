@@ -1,6 +1,8 @@
 """What a resume keeps and what it may change: pure functions over configs."""
 
 import dataclasses
+import json
+import shlex
 
 import pytest
 
@@ -11,6 +13,7 @@ from parallel_config import (
     ParallelismConfig,
     Topology,
 )
+from parallel_train.cli.parsing import parse
 from parallel_train.config import TrainConfig
 from parallel_train.data.split import EvalConfig
 from parallel_train.resume import (
@@ -20,6 +23,8 @@ from parallel_train.resume import (
     global_batch,
     kept_hyperparameters,
 )
+from parallel_train.signals import StopRequest
+from parallel_train.train import Job, train
 
 
 def adapted(saved, world_size, *, batch_size=8, accumulation=1, wanted=None, **options):
@@ -104,6 +109,36 @@ def test_changes_are_listed_with_what_they_mean():
     assert kept_hyperparameters(changed_paths(saved, saved)) == ()
     decay = TrainConfig(steps=100, optimizer=OptimizerConfig(weight_decay=0.5))
     assert kept_hyperparameters(changed_paths(saved, decay)) == ("weight_decay",)
+
+
+def sgd(**fields):
+    return TrainConfig(optimizer=OptimizerConfig(type="sgd", **fields))
+
+
+def test_fields_that_sgd_does_not_have_are_said_to_be_without_effect():
+    nothing = "(without effect: sgd reads of these only the first of betas, its momentum)"
+    for now in (sgd(betas=(0.9, 0.95)), sgd(eps=1e-6)):
+        (line,) = differences(sgd(), now)
+        assert line.endswith(nothing)
+    (line,) = differences(sgd(), sgd(betas=(0.5, 0.999)))
+    assert line.endswith("(in force from the next update)")
+
+
+def test_a_changed_momentum_of_sgd_is_in_force(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARALLEL_DEVICE", "cpu")
+    flags = (
+        "--policy.dim_model 16 --policy.n_heads 2 --policy.dim_feedforward 16 --batch_size 2 "
+        "--policy.no-use_vae --dataset.episodes 0 --optimizer.type sgd --optimizer.lr 1e-5"
+    )
+    run = tmp_path / "run"
+    new = parse(["train", *shlex.split(flags), "--output_dir", str(run), "--steps", "1"])
+    train(Job(config=new.command.run), StopRequest())
+    again = ["resume", str(run), "--steps", "2", "--optimizer.betas", "0.5", "0.999"]
+    train(Job(config=parse(again).command.run, resume="must", checkpoint=run), StopRequest())
+    index = run / "checkpoints/000002/training_state/optimizer.json"
+    assert [group["hyper"]["momentum"] for group in json.loads(index.read_text())["groups"]] == [
+        0.5
+    ]
 
 
 def test_episodes_that_are_held_out_late_are_told_to_have_been_trained_on():

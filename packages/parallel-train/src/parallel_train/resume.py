@@ -84,7 +84,7 @@ def differences(saved: TrainConfig, now: TrainConfig) -> list[str]:
     """One line per field that changed: old value, new value, and what that means."""
     before, after = to_plain(saved), to_plain(now)
     return [
-        f"{path}: {_show(old)} -> {_show(new)}{_meaning(path)}"
+        f"{path}: {_show(old)} -> {_show(new)}{_meaning(path, saved, now)}"
         for path, old, new in _walk(before, after, "")
         if not path.startswith(_SILENT)
     ]
@@ -102,6 +102,8 @@ def kept_hyperparameters(changed: frozenset[str]) -> tuple[str, ...]:
     """
     names = [path.removeprefix("optimizer.") for path in changed if path.startswith("optimizer.")]
     keep = [name for name in names if name in ("lr", "betas", "eps", "weight_decay")]
+    if "betas" in keep:
+        keep.append("momentum")  # what sgd has instead; the others have none to keep
     if "lr" in keep or "steps" in changed or any(p.startswith("scheduler.") for p in changed):
         keep.append("schedule")
     return tuple(sorted(keep))
@@ -109,8 +111,8 @@ def kept_hyperparameters(changed: frozenset[str]) -> tuple[str, ...]:
 
 _SILENT = ("output_dir", "parallelism.", "accelerator.gradient_accumulation.")
 _HELD_OUT = (
-    "an episode held out only from here on was trained on until this checkpoint, so its eval_loss is "
-    "not that of unseen data"
+    "an episode held out only from here on was trained on until this checkpoint, so its eval_loss "
+    "is not that of unseen data"
 )
 _MEANINGS = {
     "optimizer.": "in force from the next update",
@@ -127,8 +129,12 @@ _MEANINGS = {
 }
 
 
-def _meaning(path: str) -> str:
+def _meaning(path: str, saved: TrainConfig, now: TrainConfig) -> str:
     text = next((text for start, text in _MEANINGS.items() if path.startswith(start)), "in force")
+    if now.optimizer.type == "sgd":
+        same_momentum = saved.optimizer.betas[0] == now.optimizer.betas[0]
+        if path == "optimizer.eps" or (path == "optimizer.betas" and same_momentum):
+            text = "without effect: sgd reads of these only the first of betas, its momentum"
     return f" ({text})"
 
 
