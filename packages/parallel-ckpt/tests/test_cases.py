@@ -227,8 +227,7 @@ def fill_the_disk(run: Path, form: CheckpointFormat) -> list[str]:
             try:
                 saver.save(step=step, samples_seen=0, model=model, optimizer=optimizer)
             except CheckpointError as error:
-                assert is_agreed(error)  # so that no engine tells anybody of it once more
-                told.append(f"{step} {error}")
+                told.append(f"{step} {error}{'' if is_agreed(error) else ' (on one rank)'}")
             assert time.monotonic() - begin < 30
     return told
 
@@ -241,6 +240,7 @@ def test_a_full_disk_is_told_on_every_rank_and_costs_no_checkpoint(
     assert told[0] == told[1]
     assert told[0]
     assert all("No space left on device" in line for line in told[0])
+    assert "on one rank" not in str(told)  # no engine tells anybody of it once more
     folder = RunFolder(small_disk / "run")
     steps = folder.committed_steps()
     assert steps

@@ -8,10 +8,12 @@ import threading
 
 import pytest
 
+from parallel_ckpt import DamagedCheckpoint
 from parallel_ckpt.hashing import hash_bytes
 from parallel_ckpt.layout import RunFolder
 from parallel_ckpt.lock import RunLock
 from parallel_config import ConfigError
+from parallel_testing.ranks import run_ranks
 from parallel_train import start
 from parallel_train.cli import app
 from parallel_train.cli.parsing import parse
@@ -257,3 +259,25 @@ def test_a_byte_order_mark_in_a_json_that_a_person_edited_is_no_damage(finished,
     (model / "config.json").write_bytes((model / "config.json").read_text()[1:].encode("utf-16"))
     with pytest.raises(ConfigError, match=r"config.json is not UTF-8 text: .* Save it as UTF-8"):
         load_policy(model)
+
+
+def test_a_flipped_bit_is_not_evaluated(run):
+    load_policy(run)
+    weights = next((run / "checkpoints/000006").rglob("model*.safetensors"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for path in (run, weights.parent):
+        with pytest.raises(DamagedCheckpoint, match=r"model.safetensors .*checksum"):
+            load_policy(path)
+
+
+def load_on_main(folder):
+    import torch.distributed as dist
+
+    return len(load_policy(folder).model.state_dict()) if dist.get_rank() == 0 else 0
+
+
+def test_one_rank_may_load_a_policy_by_itself(finished):
+    first, second = run_ranks(load_on_main, 2, finished, timeout_s=100)
+    assert first > second

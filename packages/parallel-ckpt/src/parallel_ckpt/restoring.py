@@ -12,7 +12,7 @@ from safetensors.torch import load as safetensors_load
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from parallel_ckpt._ranks import all_ranks
+from parallel_ckpt._ranks import Ranks, all_ranks
 from parallel_ckpt.contents import Contents
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
 from parallel_ckpt.integrity import Verify
@@ -155,7 +155,23 @@ def load_weights(
         DamagedCheckpoint: as for `restore`.
         CheckpointNotFound: with `verify`: there is no checkpoint around these weights.
     """
-    ranks = all_ranks("load_weights")
+    return _load_weights(model, path, all_ranks("load_weights"), allow_cast, verify)
+
+
+def load_weights_alone(
+    model: nn.Module, path: str | Path, *, allow_cast: bool = False, verify: Verify | None = None
+) -> int:
+    """As `load_weights`, but no collective: each process that calls it reads for itself.
+
+    Raises:
+        StateMismatch, DamagedCheckpoint, CheckpointNotFound: as for `load_weights`.
+    """
+    return _load_weights(model, path, Ranks(), allow_cast, verify)
+
+
+def _load_weights(
+    model: nn.Module, path: str | Path, ranks: Ranks, allow_cast: bool, verify: Verify | None
+) -> int:
     where = Path(ranks.on_main(lambda: str(_weights_at(path))))
 
     if verify is not None:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_ckpt import StepFolder, load_weights, resolve_checkpoint
+from parallel_ckpt import StepFolder, resolve_checkpoint
+from parallel_ckpt.restoring import load_weights_alone
 from parallel_config.codec import parse, read_config_text
+from parallel_publish.bundle import refuse_damage
 from parallel_publish.pretrained import find_pretrained
 from parallel_train.data.spec import DataSpec
 from parallel_train.policies.base import PolicyConfig
@@ -72,17 +74,22 @@ def load_policy(
     revision: str | None = None,
     token: str | None = None,
 ) -> LoadedPolicy:
-    """Build a trained policy and fill it with its weights.
+    """Build a trained policy and fill it with its weights. No collective: a process reads alone.
 
     `path` is anything that names a checkpoint, a folder with `config.json` and weights, or a
     repository on the Hub (`user/name`, of which `revision` is a branch, tag or commit). A policy
     that was trained by path (`my_package.module:MyPolicy`) is built only if `policy_type` repeats
-    that path, since importing it runs its code.
+    that path, since importing it runs its code. The model of a checkpoint is compared with its
+    checksums; what lies elsewhere has none.
 
     Raises:
-        ConfigError: there is no such checkpoint, or its policy is not registered here.
+        ConfigError: there is no such checkpoint, it is damaged, or its policy is not registered
+            here.
     """
     folder = _find(path, revision, token)
+    step = StepFolder(folder.resolve().parent)
+    if step.is_committed and folder.resolve() == step.pretrained_model:
+        refuse_damage(step, "full")
     text, _ = read_config_text(folder / "config.json")
     config, spec = read_policy_document(
         parse(text, source=str(folder)),
@@ -90,7 +97,7 @@ def load_policy(
         policy_type=policy_type,
     )
     model = build_policy(config, spec)
-    load_weights(model, folder)
+    load_weights_alone(model, folder)
     return LoadedPolicy(model.eval(), Preprocessor.from_pretrained(folder), spec, config)
 
 
