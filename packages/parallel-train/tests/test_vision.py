@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.act.modeling import ACTPolicy
 from parallel_train.policies.factory import build_policy, load_pretrained
-from parallel_train.policies.vision import ImageTokens
+from parallel_train.policies.vision import ImageTokens, place_codes
 
 torchvision = pytest.importorskip("torchvision", reason="needs the extra vision")
 
@@ -141,3 +142,21 @@ def test_drawn_on_meta_or_in_memory_the_values_are_the_same():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     first = found["features.conv1.weight"]
     assert first.std() == pytest.approx((2 / (64 * 49)) ** 0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("dim", [2, 6, 7, 8])
+def test_codes_of_places_have_any_width(dim: int) -> None:
+    codes = place_codes(3, 5, dim)
+    assert codes.shape == (15, dim)
+    half = dim // 2
+    by_place = codes.reshape(3, 5, dim)
+    assert torch.equal(by_place[:, 0, :half], by_place[:, 4, :half])
+    assert torch.equal(by_place[0, :, half:], by_place[2, :, half:])
+    assert len(codes.unique(dim=0)) == 15
+
+
+def test_a_policy_of_an_even_width_that_is_no_multiple_of_four_sees() -> None:
+    changed = config(use_vae=False, n_heads=1)
+    model: Any = build_policy(dataclasses.replace(changed, dim_model=30), SPEC)
+    batch = {"observation.state": torch.zeros(1, 4), TOP: torch.zeros(1, 3, 64, 64)}
+    assert model.predict_action_chunk(batch).shape == (1, 4, 2)

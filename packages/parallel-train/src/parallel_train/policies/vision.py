@@ -106,7 +106,10 @@ def require_cameras(spec: DataSpec, names: Sequence[str]) -> None:
 def place_codes(height: int, width: int, dim: int) -> Tensor:
     """Sinusoids of row (first half) and column (second half): [height * width, dim]."""
     half = dim // 2
-    rows_HD, columns_WD = sinusoids(height, half), sinusoids(width, dim - half)
+    # Sine and cosine come in pairs: of an odd half the last cosine falls away.
+    rows_HD = sinusoids(height, half + half % 2)[:, :half]
+    rest = dim - half
+    columns_WD = sinusoids(width, rest + rest % 2)[:, :rest]
     rows_HWD = rows_HD[:, None].expand(-1, width, -1)
     columns_HWD = columns_WD[None].expand(height, -1, -1)
     return torch.cat([rows_HWD, columns_HWD], dim=-1).flatten(0, 1)
