@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from parallel_config import ConfigError, Problem, Topology
+from parallel_config import ConfigError, Problem, Topology, agreed
 from parallel_engine import together
 from parallel_publish import (
     CardInfo,
@@ -72,7 +72,8 @@ class RunPublisher:
                 needed_bytes=lambda: _model_bytes(self._config),
             )
         except ConfigError as error:
-            raise ConfigError([*error.problems, _without(publish)], source=error.source) from error
+            problems = [*error.problems, _without(publish)]
+            raise agreed(ConfigError(problems, source=error.source)) from error
         without_bars()  # they would tear what the run prints
         if self._is_main and publish.push_checkpoints:
             self._pusher = CheckpointPusher(Target.of_checkpoints(publish))
