@@ -319,17 +319,50 @@ def test_a_file_size_is_honoured_without_a_change_of_dtype(hub, checkpoint, tmp_
 
 
 def test_a_folder_is_sent_as_it_is(hub, tmp_path):
-    """Less what is hidden; and what asks for a change is refused, not ignored."""
+    """Less what is of no model; and what asks for a change is refused, not ignored."""
     save_pretrained(TinyModel(), tmp_path / "out")
-    for name in (".env", ".git/config", "__pycache__/x.pyc", "notes/how.txt"):
+    for name in (".env", ".git/config", "__pycache__/x.pyc", "data/private.csv", "notes.txt"):
         (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "out" / name).write_text("x")
     for change in ({"dtype": "bf16"}, {"max_shard_size": "1KB"}):
         with pytest.raises(PublishError, match="weights of a folder are sent as they are"):
             publish_checkpoint(tmp_path / "out", CONFIG, **change)
     assert hub.requests == []
-    assert publish_checkpoint(tmp_path / "out", CONFIG).ok
-    assert set(hub.files("user/model")) == {"README.md", "model.safetensors", "notes/how.txt"}
+    (tmp_path / "out" / "host").symlink_to("/etc/hostname")
+    (tmp_path / "out" / "LICENSE").write_text("MIT")
+    said = []
+    assert publish_checkpoint(tmp_path / "out", CONFIG, on_note=said.append).ok
+    assert set(hub.files("user/model")) == {"README.md", "model.safetensors", "LICENSE"}
+    assert said[0] == "not sent, being no file of a model: data/, host, notes.txt"
+    (tmp_path / "out" / "config.json").symlink_to("/etc/hostname")
+    with pytest.raises(PublishError, match=r"config.json is a link out of the folder\."):
+        publish_checkpoint(tmp_path / "out", CONFIG)
+
+
+def test_only_what_the_manifest_lists_is_sent_of_a_checkpoint(hub, checkpoint):
+    path, _ = checkpoint
+    (path / "pretrained_model" / "notes.txt").write_text("mine")
+    (path / "pretrained_model" / "preprocessor.json").write_text("{}")
+    assert publish_checkpoint(path, CONFIG).ok
+    assert set(hub.files("user/model")) == {
+        "README.md",
+        "config.json",
+        "train_config.json",
+        "model.safetensors",
+    }
+
+
+def test_a_kept_bundle_is_sent_with_all_that_was_put_into_it(hub, tmp_path):
+    files = {"config.json": "{}", "stoi.txt": "a b"}
+    run = tmp_path / "run"
+    with CheckpointSaver(run, topology=Topology()) as saver:
+        saver.save(step=1, samples_seen=1, model=TinyModel(), model_files=files)
+    hub.faults.append(Fault("/commit/", status=403))
+    first = publish_checkpoint(run, CONFIG)
+    (first.bundle / "notes.txt").write_text("mine")
+    assert publish_checkpoint(first.bundle, CONFIG).ok
+    sent = set(hub.files("user/model"))
+    assert sent == {"README.md", "config.json", "model.safetensors", "stoi.txt"}
 
 
 @pytest.mark.parametrize("name", ["config.json", "train_config.json"])

@@ -27,6 +27,14 @@ from parallel_publish.sharing import DOCUMENTS
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
+_BUILT = ".built.json"
+"""In a bundle of ours: the names of what was put into it, whatever a person adds later."""
+_MODEL_FILES = re.compile(
+    r"(train_|generation_)?config\.json|\w*processor\w*\.(json|safetensors)"
+    r"|tokenizer\w*\.(json|model)|special_tokens_map\.json|vocab\.(json|txt)|merges\.txt"
+    rf"|{re.escape(CARD)}|{re.escape(CURVE)}|(LICENSE|NOTICE)(\.(md|txt))?"
+)
+"""What is sent of a folder, beside weights: a person may keep anything else there."""
 NEVER = (DCP, TRAINING_STATE)
 """Folders of a checkpoint that no published model holds."""
 
@@ -108,7 +116,7 @@ def bundle_checkpoint(
 
     step = StepFolder(resolve_checkpoint(path))
     source = step.pretrained_model
-    names = [entry.name for entry in source.iterdir() if entry.is_file()]
+    names = _names(step)
     limit = parse_size(max_shard_size)
     if _is_linked(step, dtype, limit):
         refuse_damage(step, "full")
@@ -138,20 +146,55 @@ def bundle_bytes(step: StepFolder, *, dtype: Dtype, max_bytes: int) -> int:
 
 
 def bundle_files(folder: Path) -> dict[str, Path]:
-    """Files of a bundle by their path in the repository; hidden ones are nobody's business.
+    """Files to send by their path in the repository: what `seal` has listed, and a model's own.
 
     Raises:
-        PublishError: it is no bundle: no or damaged weights, or parts of a checkpoint in it.
+        PublishError: it is no bundle: no or damaged weights, parts of a checkpoint in it, or a link
+            out of it.
     """
     problems = list(bundle_problems(folder))
+    names = _built(folder) | {entry.name for entry in folder.glob("*") if _is_of_model(entry.name)}
+    found = {name: folder / name for name in sorted(names) if (folder / name).is_file()}
+    root = folder.resolve()
+    problems += [
+        Problem(str(path), "is a link out of the folder.", "Copy the file there.")
+        for path in found.values()
+        if not path.resolve().is_relative_to(root)
+    ]
     if problems:
         raise PublishError(problems, source=str(folder))
-    names = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name.as_posix(): path for name, path in names.items() if not _is_private(name)}
+    return found
 
 
-def _is_private(name: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+def left_out(folder: Path) -> list[str]:
+    """What lies in a folder and is not sent, less hidden files; a folder ends with `/`."""
+    sent = {Path(name).parts[0] for name in bundle_files(folder)}
+    others = [entry for entry in sorted(folder.iterdir()) if entry.name not in sent]
+    return [
+        f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in others
+        if not entry.name.startswith(".") and entry.name != "__pycache__"
+    ]
+
+
+def seal(folder: Path) -> None:
+    """Note what a bundle consists of, when it is built: all of it is sent, nothing else is."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(folder).as_posix() for path in files)
+    shown = [name for name in names if not name.startswith(".")]
+    (folder / _BUILT).write_text(json.dumps(shown) + "\n", encoding="utf-8")
+
+
+def _built(folder: Path) -> set[str]:
+    try:
+        listed = json.loads((folder / _BUILT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {str(name) for name in listed} if isinstance(listed, list) else set()
+
+
+def _is_of_model(name: str) -> bool:
+    return is_weight_file(name) or _MODEL_FILES.fullmatch(name) is not None
 
 
 def bundle_problems(folder: Path) -> Iterator[Problem]:
@@ -230,12 +273,18 @@ def _model_records(step: StepFolder) -> list[FileRecord]:
     return plain if has_weights else records
 
 
+def _names(step: StepFolder) -> list[str]:
+    """Names of the model's files that the checkpoint itself lists, its shards aside."""
+    paths = [Path(record.path) for record in _model_records(step)]
+    return [path.name for path in paths if path.parent.name == step.pretrained_model.name]
+
+
 def _is_linked(step: StepFolder, dtype: Dtype, max_bytes: int) -> bool:
     """Whether the checkpoint's own weights are sent, not converted ones.
 
     A file above the limit is, if one tensor fills it: it cannot be split.
     """
-    files = [path for path in step.pretrained_model.iterdir() if is_weight_file(path.name)]
+    files = [step.pretrained_model / name for name in _names(step) if is_weight_file(name)]
     return dtype == "keep" and bool(files) and not any(_can_be_split(p, max_bytes) for p in files)
 
 

@@ -27,8 +27,10 @@ from parallel_publish.bundle import (
     bundle_files,
     checked_card,
     is_weight_file,
+    left_out,
     num_bytes,
     refuse_damage,
+    seal,
     write_card,
 )
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, render_card
@@ -203,7 +205,12 @@ def stage_trained_model(
         model, folder, files=documents, processors=processors, max_shard_size=max_shard_size
     )
     info = (card or CardInfo(train_config=train_config)).with_config(config)
-    ranks.on_main(lambda: write_card(folder, info, repo_id=target.repo_id))
+
+    def finish() -> None:
+        write_card(folder, info, repo_id=target.repo_id)
+        seal(folder)
+
+    ranks.on_main(finish)
     return Staged(folder=folder, target=target)
 
 
@@ -258,6 +265,7 @@ def publish_checkpoint(
                 step.path, bundle, dtype=dtype, max_shard_size=max_shard_size, stop=stop
             )
             write_card(bundle, info, repo_id=target.repo_id)
+            seal(bundle)
             result = _dry(bundle, target) if dry_run else _send(bundle, target, on_note, stop)
             return result
         except Stopped:
@@ -297,7 +305,9 @@ def _publish_folder(
     stop: Stop,
 ) -> Publication:
     """Publish what lies in a folder; a card is written only once the Hub would take it."""
-    bundle_files(given)
+    others = left_out(given)
+    if others:
+        on_note(f"not sent, being no file of a model: {', '.join(others)}")
     card = given / CARD
     text = _read_card(card, config, on_note) if card.is_file() else None
     fresh = checked_card(info, repo_id=target.repo_id) if text is None else None
@@ -380,7 +390,7 @@ def _dry(folder: Path, target: Target) -> Publication:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    found = (path for path in folder.rglob("*") if path.is_file())
+    found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
