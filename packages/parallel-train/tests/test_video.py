@@ -19,6 +19,7 @@ from parallel_train.data.config import DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.order import GlobalBatchSampler
+from parallel_train.data.writing import Episode, write_dataset
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.act.modeling import ACTPolicy
 from parallel_train.processors import Preprocessor
@@ -52,6 +53,20 @@ def test_every_frame_is_the_one_at_its_time_in_any_order() -> None:
     assert images.shape == (75, 3, 64, 64)
     assert np.array_equal(images.numpy(), expected[order])
     assert len({image.tobytes() for image in expected}) > 60  # the frames do differ
+
+
+def test_pictures_are_found_where_float32_no_longer_tells_their_time(tmp_path: Path) -> None:
+    """4096 s into an episode a third of a second is 1.6e-4 s off, more than the tolerance."""
+    count, fps = 12_320, 3
+    grey = (np.arange(count) % 5 * 50).astype(np.uint8)
+    pictures = np.broadcast_to(grey[:, None, None, None], (count, 32, 32, 3))
+    zeros = np.zeros((count, 1), np.float32)
+    write_dataset(tmp_path, [Episode(zeros, zeros, "wait", {TOP: pictures})], fps=fps)
+    dataset = LeRobotDataset(tmp_path, cameras=[TOP])
+    last = list(range(4096 * fps, count))
+    images = dataset.__getitems__(last)[TOP]
+    found = images.double().mean(dim=(1, 2, 3)).numpy()
+    assert np.abs(found - grey[last]).max() < 10
 
 
 def test_the_past_of_a_camera_stops_at_its_episode() -> None:

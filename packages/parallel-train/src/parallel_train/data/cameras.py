@@ -21,7 +21,9 @@ class Cameras:
 
     Args:
         metadata: Of the dataset.
-        timestamps: Of every frame, in seconds since the start of its episode: [frames].
+        frame_index: Of every frame, its number in its episode: [frames]. The stored timestamps are
+            no better than float32, which half an hour into an episode is too coarse to find
+            pictures by; that frame k is at k / fps is checked when the dataset is opened.
         names: Cameras to read, by the policy's names.
         tolerance_s: How far a picture's time may lie from the frame's.
 
@@ -32,7 +34,7 @@ class Cameras:
     def __init__(
         self,
         metadata: Metadata,
-        timestamps: npt.NDArray[np.float32],
+        frame_index: npt.NDArray[np.int64],
         names: Sequence[str],
         tolerance_s: float,
     ) -> None:
@@ -40,7 +42,7 @@ class Cameras:
             _check(metadata, name)
         lengths = [episode.end - episode.first for episode in metadata.episodes]
         self._episode_of = np.repeat(np.arange(len(lengths)), lengths)
-        self._metadata, self._timestamps = metadata, timestamps
+        self._metadata, self._frame_index = metadata, frame_index
         stored = metadata.stored_names
         names = [stored[name] for name in names]
         self.names = tuple(names)
@@ -58,7 +60,7 @@ class Cameras:
         flat, back = np.unique(rows, return_inverse=True)
         spans = [self._span(episode, name) for episode in self._episode_of[flat].tolist()]
         starts = np.array([span.from_s for span in spans], dtype=np.float64)
-        times = starts + self._timestamps[flat].astype(np.float64)
+        times = starts + self._frame_index[flat] / self._metadata.spec.fps
         files = np.array([span.file for span in spans])
         images: list[npt.NDArray[np.uint8] | None] = [None] * len(flat)
         for file in dict.fromkeys(files.tolist()):

@@ -70,7 +70,7 @@ class LeRobotDataset(Dataset[Batch]):
         self._frames = frames.select_frames(metadata, episodes)
         frames.check_values(metadata, columns, self._frames)
         self.metadata = metadata
-        self._cameras = Cameras(metadata, columns["timestamp"], cameras, tolerance_s)
+        self._cameras = Cameras(metadata, columns["frame_index"], cameras, tolerance_s)
         vectors = (
             frames.file_stats(metadata, columns)
             if stats == "file"
