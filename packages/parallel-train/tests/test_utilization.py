@@ -7,6 +7,7 @@ from parallel_train.config import LoggingConfig, TrainConfig
 from parallel_train.data.config import DatasetConfig
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.factory import build_policy
+from parallel_train.policies.registry import POLICIES
 from parallel_train.task import build_datasets, never_trained
 from parallel_train.utilization import flops_per_sample, samples_per_s_at_peak
 
@@ -39,6 +40,18 @@ def test_mfu_is_left_out_where_nobody_knows_the_peak():
     peak, why = samples_per_s_at_peak(config, dataset, cpu, 2)
     assert peak == pytest.approx(2e12 / flops_per_sample(config, dataset))
     assert why is None
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES.builtin))
+def test_it_is_known_of_every_policy_here(name):
+    policy = POLICIES.resolve(name, trusted=False)()
+    config = TrainConfig(policy=policy, dataset=DATASET, logging=LoggingConfig(peak_flops=1e12))
+    dataset, _ = build_datasets(config)
+    peak, why = samples_per_s_at_peak(config, dataset, torch.device("cpu"), 1)
+    assert why is None
+    # Every weight meets at least one number of a sample, forward and twice backward.
+    weights = [p for p in build_policy(policy, dataset.spec).parameters() if p.ndim == 2]
+    assert 0.5 * sum(p.numel() for p in weights) < 1e12 / peak < 1e12
 
 
 def test_a_policy_that_needs_values_says_why(monkeypatch):

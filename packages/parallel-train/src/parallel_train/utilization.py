@@ -22,7 +22,8 @@ def flops_per_sample(config: TrainConfig, dataset: LeRobotDataset) -> int:
     batch = {name: value.to("meta") for name, value in dataset.__getitems__([0]).items()}
     batch = Preprocessor(rename=config.dataset.rename)(batch)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = build_policy(config.policy, dataset.spec)
+        # A model may keep tables in memory that it looks up, wherever it is built.
+        model = build_policy(config.policy, dataset.spec).to("meta")
         return count_flops(lambda: model(batch)[0].backward())
 
 
