@@ -1,10 +1,12 @@
 """Which episodes are held out: by share or by number, the same in every run."""
 
+import numpy as np
 import pytest
 
 from parallel_config import ConfigError
 from parallel_train.config import TrainConfig
-from parallel_train.data.config import DatasetConfig
+from parallel_train.data.config import EMBEDDED_ROOT, DatasetConfig
+from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.split import EvalConfig, split_episodes
 from parallel_train.task import build_datasets
 
@@ -41,6 +43,18 @@ def test_held_out_frames_are_others_and_are_normalized_alike():
     assert seen == {0, 1, 3}
     assert kept == {2}
     assert held_out.stats is trained.stats
+
+
+def test_only_statistics_of_the_data_leave_what_is_held_out_aside():
+    """As the help of both says: the file's are of all episodes."""
+    alone = LeRobotDataset(EMBEDDED_ROOT, episodes=(0, 1, 3), stats="data").stats["action"].mean
+    for stats, is_without in (("data", True), ("file", False)):
+        config = TrainConfig(
+            dataset=DatasetConfig(episodes=(0, 1, 2, 3), stats=stats),
+            eval=EvalConfig(fraction=0.25),
+        )
+        found = build_datasets(config)[0].stats["action"].mean
+        assert np.allclose(found, alone, rtol=1e-6) is is_without
 
 
 def test_contradictions_are_refused():

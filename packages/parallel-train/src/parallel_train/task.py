@@ -190,7 +190,10 @@ def never_trained(config: TrainConfig, dataset: LeRobotDataset) -> str | None:
 
 
 def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset | None]:
-    """What the run trains on and what it holds out, both normalized by the first's statistics.
+    """What the run trains on and what it holds out, both normalized by the same statistics.
+
+    With `dataset.stats = "data"` they are those of the first alone; "file" has them of all
+    episodes, held-out ones included.
 
     Raises:
         ConfigError: the dataset is no dataset, or has no such episodes.

@@ -28,8 +28,9 @@ class DatasetConfig:
     """Features that the policy reads under another name than the dataset's, as OLD=NEW pairs or one
     JSON mapping; in files a mapping. It is saved with the model, which then reads both."""
     stats: Literal["file", "data"] = "file"
-    """Statistics for normalization: "file" takes meta/stats.json and checks it against the
-    frames, "data" computes them from the frames of the chosen episodes."""
+    """Statistics for normalization: "file" takes meta/stats.json, which is of all episodes,
+    and checks it against the frames; "data" computes them from the episodes that are trained on
+    (of cameras they are the file's in any case)."""
     tolerance_s: float = 1e-4
     """How far, in seconds, a timestamp may lie from the frame it stands for."""
     num_workers: int = 0
