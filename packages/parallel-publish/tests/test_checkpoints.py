@@ -25,10 +25,11 @@ from parallel_publish import (
     newest_on_hub,
     push_checkpoint_to_hub,
 )
+from parallel_publish.checkpoints import on_main_at_leisure
 from parallel_publish.hub import Target
 from parallel_testing.hub import Blob, Fault
 from parallel_testing.models import TinyModel
-from parallel_testing.ranks import run_ranks
+from parallel_testing.ranks import rank_outcomes, run_ranks
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 
@@ -301,6 +302,31 @@ def test_what_takes_too_long_is_told_at_the_end(hub, target, run):
 
 def _fetch(folder):
     return fetch_on_main(Target(repo_id="user/model"), folder).name
+
+
+def _slowly(seconds, error):
+    from datetime import timedelta
+
+    from parallel_ckpt import _ranks
+
+    ranks = _ranks.all_ranks()
+    _ranks._set_timeout(ranks.group, timedelta(seconds=2))
+
+    def act():
+        assert ranks.is_main
+        time.sleep(seconds)
+        if error:
+            raise PublishError.of("user/model", "is away.")
+        return "done"
+
+    return on_main_at_leisure(act)
+
+
+def test_ranks_wait_for_a_fetch_longer_than_for_one_another():
+    assert run_ranks(_slowly, 2, 4, False) == ["done", "done"]
+    for outcome in rank_outcomes(_slowly, 2, 4, True):
+        assert outcome.error_type == "PublishError"
+        assert "user/model is away." in outcome.error
 
 
 def test_ranks_fetch_together(hub, target, run, tmp_path):

@@ -19,6 +19,8 @@ from parallel_publish import PublishConfig
 from parallel_testing.hub import Blob, Fault
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_train.cli.app import run
+from parallel_train.cli.from_hub import fetched
+from parallel_train.cli.parsing import parse
 from parallel_train.config import TrainConfig
 from parallel_train.data.config import EMBEDDED_ROOT
 from parallel_train.policies.act.configuration import ACTConfig
@@ -429,6 +431,18 @@ def test_resuming_a_strangers_run_publishes_nothing(hub, ptrain, pushed):
     words = ["resume", "--from_hub", "user/run", "--steps", 3, "--output_dir"]
     assert "dataset.root" in ptrain(*words, "other", code=2)
     ptrain(*words, "third", "--dataset.root", EMBEDDED_ROOT)
+
+
+@pytest.mark.parametrize("asked", [[], ["--logging.wandb"]])
+def test_a_strangers_run_logs_nowhere_unless_it_is_asked_for(hub, ptrain, pushed, capsys, asked):
+    folder = ptrain.folder / "run/checkpoints/000002"
+    config = json.loads((folder / "pretrained_model/train_config.json").read_text())
+    config["logging"] = {"wandb": True, "wandb_entity": "stranger"}
+    _replace(folder, "pretrained_model/train_config.json", config)
+    assert run(["publish", str(folder), "--repo_id", "user/run", "--resumable"]) == 0
+    argv = fetched(["resume", "--from_hub", "user/run", "--output_dir", "mine", *asked])
+    assert parse(argv).command.run.logging.wandb == bool(asked)
+    assert ("add --logging.wandb to do so" in capsys.readouterr().out) != bool(asked)
 
 
 def test_ranks_of_torchrun_fetch_together(hub, ptrain, pushed):

@@ -15,7 +15,9 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 from parallel_ckpt import (
     CheckpointNotFound,
@@ -43,9 +45,12 @@ from parallel_publish.hub import (
     note,
     publish_files,
 )
-from parallel_publish.retry import POLL_S, Stop, never
+from parallel_publish.retry import POLL_S, RetryPolicy, Stop, never
 from parallel_publish.sharing import shareable, shareable_bytes
 
+T = TypeVar("T")
+FETCH_S = 2 * RetryPolicy().timeout_s
+"""How long ranks wait for the one that fetches: it asks what there is, and loads it down."""
 _MANIFESTS = re.compile(rf"{CHECKPOINTS}/(\d{{6,}})/{re.escape(MANIFEST)}")
 
 
@@ -257,7 +262,55 @@ def fetch_checkpoint(target: Target, run_dir: str | Path, *, step: int | None = 
 
 def fetch_on_main(target: Target, run_dir: str | Path, *, step: int | None = None) -> Path:
     """Collective: every rank. `fetch_checkpoint` on the main rank, into a folder that all share."""
-    return Path(all_ranks().on_main(lambda: str(fetch_checkpoint(target, run_dir, step=step))))
+    return Path(on_main_at_leisure(lambda: str(fetch_checkpoint(target, run_dir, step=step))))
+
+
+def on_main_at_leisure(act: Callable[[], T]) -> T:
+    """Collective: every rank. `act` on the main rank, for longer than a collective may take.
+
+    The others look into the launch's store meanwhile, as long as a fetch may take.
+
+    Raises:
+        ConfigError: the same on every rank when `act` failed.
+        PublishError: the main rank is gone, or did not end in time.
+    """
+    ranks = all_ranks()
+    if ranks.group is None:
+        return act()
+    import torch.distributed as dist
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = ranks.broadcast(f"parallel_publish/{uuid.uuid4().hex}")
+    outcome: list[Callable[[], T]] = []
+    if ranks.is_main:
+        try:
+            outcome = [partial(_same, act())]
+        except Exception as error:
+            outcome = [partial(_raise, error)]
+        finally:
+            store.set(key, "")
+    else:
+        _wait_for(store, key, FETCH_S)
+    return ranks.on_main(lambda: outcome[0]())
+
+
+def _wait_for(store: Any, key: str, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    try:
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise PublishError.of("rank 0", f"has not ended within {limit_s:.0f} s.")
+            time.sleep(POLL_S)
+    except RuntimeError as error:
+        raise PublishError.of("rank 0", "is gone, while the others waited for it.") from error
+
+
+def _same(value: T) -> T:
+    return value
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _push(

@@ -12,12 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, is_agreed
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
+from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import LaunchOptions
 from parallel_train.launch import without_flags
 from parallel_train.run_folder import default_output_dir
+
+NO_WANDB = "--logging.no-wandb"
 
 
 def fetched(argv: Sequence[str]) -> list[str]:
@@ -27,8 +30,8 @@ def fetched(argv: Sequence[str]) -> list[str]:
     With --nproc_per_node the launcher does, before there are ranks.
 
     Raises:
-        ConfigError: the same on every rank: there is none, it is damaged, or the run that is here
-            went further.
+        ConfigError: there is none, it is damaged, or the run that is here went further. Ranks of a
+            group leave the process then, and the main one says why.
     """
     source = argv_flags.value_of(argv[1:], "from_hub")
     if argv[:1] != ["resume"] or source is None or {"-h", "--help"} & set(argv):
@@ -47,22 +50,30 @@ def fetched(argv: Sequence[str]) -> list[str]:
             )
         )
     check_environment()
-    if LaunchFacts.read().world_size > 1:
+    facts = LaunchFacts.read()
+    if facts.world_size > 1:
         from parallel_engine import connect
 
         timeout_s = argv_flags.value_of(argv[1:], "timeout_s") or LaunchOptions.timeout_s
         connect(timeout=timedelta(seconds=argv_flags.seconds("timeout_s", timeout_s)))
-    from parallel_engine import from_main
+    from parallel_publish.checkpoints import on_main_at_leisure
 
     output_dir = argv_flags.value_of(argv[1:], "output_dir")
     try:
-        checkpoint = Path(from_main(lambda: str(_fetch(source, output_dir))))
-    except ConfigError:
-        if LaunchFacts.read().is_main:
+        checkpoint = Path(on_main_at_leisure(lambda: str(_fetch(source, output_dir))))
+    except ConfigError as error:
+        if facts.world_size == 1:
             raise
-        raise SystemExit(2) from None  # the main rank says why
+        from parallel_engine import leave
+
+        if facts.is_main or not is_agreed(error):
+            fail(error, "ptrain resume")
+        leave(USAGE_ERROR, together=False)
+    flags = _flags(checkpoint, source)
+    if NO_WANDB in flags and facts.is_main and not argv_flags.is_given(argv, "logging.wandb"):
+        print("not logged to Weights & Biases here, as it was there: add --logging.wandb to do so")
     rest = without_flags(argv[1:], ("from_hub",))
-    return [argv[0], str(checkpoint), *_publish_flags(checkpoint, source), *rest]
+    return [argv[0], str(checkpoint), *flags, *rest]
 
 
 def _fetch(source: str, output_dir: str | None) -> Path:
@@ -102,19 +113,21 @@ def _fetch(source: str, output_dir: str | None) -> Path:
     return fetch_checkpoint(target, folder, step=step)
 
 
-def _publish_flags(checkpoint: Path, source: str) -> list[str]:
-    """Turn publishing off unless it goes where the checkpoint came from.
+def _flags(checkpoint: Path, source: str) -> list[str]:
+    """Turn off what writes elsewhere: publishing, but to where the checkpoint came from, and W&B.
 
-    A stranger's config must not make this machine, with its token, write anywhere else.
+    A stranger's config must not make this machine, with its tokens, write to places of theirs.
     """
     try:
         document: Any = json.loads(
             (checkpoint / "pretrained_model" / "train_config.json").read_bytes()
         )
         section = document.get("publish") or {}
+        logged = (document.get("logging") or {}).get("wandb")
         same = section.get("repo_id") == source.partition("@")[0]
     except (OSError, ValueError, AttributeError):
         return []  # told, with its place, when the config is read in earnest
+    flags = [NO_WANDB] if logged else []
     if same or not (section.get("enable") or section.get("push_checkpoints")):
-        return []
-    return ["--publish.no-enable", "--publish.no-push_checkpoints"]
+        return flags
+    return [*flags, "--publish.no-enable", "--publish.no-push_checkpoints"]
