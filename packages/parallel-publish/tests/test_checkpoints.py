@@ -220,6 +220,7 @@ def test_failed_pushes_are_told_and_stop_nothing(hub, target, run):
     assert sorted(push.step for push in results if push.commit_url) == [1_000_000]
     failed = [push for push in results if push.error]
     assert len(failed) == 2
+    assert any(line.startswith(f"{run[0] / 'nothing'} not pushed: ") for line in notes)
     refused = next(push for push in failed if "HTTP 403" in push.error)
     path = run[0] / "checkpoints" / "999999"
     assert refused.retry == (
@@ -292,12 +293,18 @@ def test_paths_of_this_machine_and_tokens_stay_here(hub, target, tmp_path):
 def test_what_takes_too_long_is_told_at_the_end(hub, target, run):
     hub.create("user/model")
     hub.faults.append(Fault("/preupload/", delay_s=1.5))
-    pusher = CheckpointPusher(target, on_note=lambda line: None)
+    notes = []
+    pusher = CheckpointPusher(target, on_note=notes.append)
     pusher.push(run[0] / "checkpoints" / "999999")
     results = pusher.close(timeout_s=0.2)
     assert [push.error for push in results] == ["was still being pushed after 0 s"]
     while hub.commits("user/model") == []:
         time.sleep(0.05)
+    for thread in threading.enumerate():
+        if thread.name == "hub-push":
+            thread.join(30)
+    assert pusher.close() == results  # told once, though it was pushed after all
+    assert len(notes) == 1
 
 
 def _fetch(folder):

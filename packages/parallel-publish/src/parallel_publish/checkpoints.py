@@ -59,10 +59,18 @@ class Push:
     """How pushing one checkpoint ended."""
 
     step: int
+    """-1 where the checkpoint cannot be read."""
+    path: Path
+    """The checkpoint, which may be gone by now."""
     commit_url: str | None = None
     error: str = ""
     retry: str = ""
     """Command that pushes it again; empty when the checkpoint is gone."""
+
+    @property
+    def name(self) -> str:
+        """What people are told of it by."""
+        return f"checkpoint {self.step}" if self.step >= 0 else str(self.path)
 
 
 def push_checkpoint_to_hub(
@@ -123,7 +131,7 @@ class CheckpointPusher:
             folder = StepFolder(resolve_checkpoint(path))
             job = _Job(read_manifest(folder).step, folder.path, _pin(folder))
         except (ConfigError, OSError) as error:
-            self._failed(Push(step=-1, error=str(error)), Path(path))
+            self._end(Push(step=-1, path=Path(path), error=str(error)))
             return
         with self._changed:
             self._waiting.append(job)
@@ -143,12 +151,16 @@ class CheckpointPusher:
         Once `stop` is true, at most `stop_wait_s` from then on.
         """
         thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is not None:
+            self._stop(thread, timeout_s, stop, stop_wait_s)
+        with self._changed:
             return tuple(self._results)
+
+    def _stop(self, thread: threading.Thread, timeout_s: float, stop: Stop, wait_s: float) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        waited_s = _join(thread, timeout_s, stop, stop_wait_s)
+        waited_s = _join(thread, timeout_s, stop, wait_s)
         with self._changed:
             current, waiting = self._current, tuple(self._waiting)
             self._waiting.clear()  # nothing more is begun
@@ -156,8 +168,7 @@ class CheckpointPusher:
         for job in waiting:
             self._leave_out(job, reason)
         if current is not None:  # it may still succeed, and reads its pinned files
-            self._failed(Push(step=current.step, error=reason), current.original)
-        return tuple(self._results)
+            self._end(Push(step=current.step, path=current.original, error=reason), of=current)
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -165,15 +176,12 @@ class CheckpointPusher:
             try:
                 url = _push(StepFolder(job.pinned or job.original), self._target, self._on_note)
             except Exception as error:
-                self._failed(Push(step=job.step, error=str(error)), job.original)
+                push = Push(step=job.step, path=job.original, error=str(error))
             else:
-                self._results.append(Push(step=job.step, commit_url=url))
-                self._on_note(
-                    f"checkpoint {job.step} pushed to {self._target.repo_id} "
-                    f"in {time.monotonic() - began:.0f} s"
-                )
+                push = Push(step=job.step, path=job.original, commit_url=url)
             finally:
                 _unpin(job)
+            self._end(push, of=job, after_s=time.monotonic() - began)
 
     def _next(self) -> _Job | None:
         """The next job, once there is one; None when the pusher is closed and nothing waits."""
@@ -184,15 +192,24 @@ class CheckpointPusher:
             return self._current
 
     def _leave_out(self, job: _Job, reason: str) -> None:
-        self._failed(Push(step=job.step, error=reason), job.original)
+        self._end(Push(step=job.step, path=job.original, error=reason))
         _unpin(job)
 
-    def _failed(self, push: Push, path: Path) -> None:
-        if path.exists():  # else retention has deleted it
-            push = replace(push, retry=push_command(path, self._target))
-        self._results.append(push)
+    def _end(self, push: Push, *, of: _Job | None = None, after_s: float = 0.0) -> None:
+        """Keep and tell how a push ended; that of the current job once, whoever is first."""
+        if push.error and push.path.exists():  # else retention has deleted it
+            push = replace(push, retry=push_command(push.path, self._target))
+        with self._changed:
+            if of is not None and of is not self._current:
+                return
+            self._current = None if of is not None else self._current
+            self._results.append(push)
         way = f"; retry with: {push.retry}" if push.retry else ""
-        self._on_note(f"checkpoint {push.step} not pushed: {push.error}{way}")
+        self._on_note(
+            f"{push.name} not pushed: {push.error}{way}"
+            if push.error
+            else f"{push.name} pushed to {self._target.repo_id} in {after_s:.0f} s"
+        )
 
 
 def newest_on_hub(target: Target) -> tuple[int, list[str]]:

@@ -118,7 +118,7 @@ class RunPublisher:
             for push in self._pusher.close(wait_s, stop=stop, stop_wait_s=STOP_WAIT_S):
                 if push.error:
                     way = f"\n  retry: {push.retry}" if push.retry else ""
-                    self._failures.append(f"not pushed: checkpoint {push.step}: {push.error}{way}")
+                    self._failures.append(f"not pushed: {push.name}: {push.error}{way}")
         for line in self._failures:
             print(line, file=sys.stderr, flush=True)
         return not self._failures
