@@ -116,3 +116,17 @@ def test_what_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     path.write_text(json.dumps({**plain, "format_version": 9}))
     with pytest.raises(ConfigError, match=r"has format_version = 9, but 1 is read here"):
         Preprocessor.from_pretrained(tmp_path)
+
+
+def test_statistics_go_to_a_device_once() -> None:
+    normalizer = Preprocessor.from_stats(STATS, {"observation": "mean_std"}).normalizers[
+        "observation.state"
+    ]
+    with torch.inference_mode():
+        normalizer(torch.ones(2, 4, device="meta"))
+        first = normalizer._beside(torch.ones(2, 4, device="meta"))
+    normalizer.inverse(torch.ones(2, 4, device="meta", requires_grad=True)).sum().backward()
+    second = normalizer._beside(torch.ones(2, 4, device="meta"))
+    assert [a is b for a, b in zip(first, second, strict=True)] == [True, True]
+    assert first[0].device.type == "meta"
+    assert torch.equal(normalizer(torch.from_numpy(FRAMES))[:, 2], torch.zeros(500))

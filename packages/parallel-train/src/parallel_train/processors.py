@@ -37,6 +37,10 @@ class Normalizer:
     """Shape of one frame's value."""
     scale: Tensor
     """Same shape; 1 where the data is constant, which thus becomes 0 instead of noise."""
+    _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Shift and scale by device: a copy from the host holds up every batch until it is there."""
 
     @classmethod
     def from_stats(cls, mode: str, stats: Stats) -> Normalizer:
@@ -65,7 +69,13 @@ class Normalizer:
         return value * scale + shift
 
     def _beside(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        return self.shift.to(value.device), self.scale.to(value.device)
+        device = value.device
+        if device not in self._copies:
+            # Ordinary tensors, also where the first batch comes in inference mode: the next may
+            # be one of training.
+            with torch.inference_mode(False):
+                self._copies[device] = self.shift.to(device), self.scale.to(device)
+        return self._copies[device]
 
 
 @dataclass(frozen=True)
