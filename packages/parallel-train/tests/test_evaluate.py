@@ -12,6 +12,7 @@ import torch
 
 from parallel_config import ConfigError
 from parallel_train.cli.app import run
+from parallel_train.cli.evaluating import Pictures
 from parallel_train.data.config import EMBEDDED_ROOT, DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.spec import DataSpec, Feature
@@ -163,6 +164,16 @@ def test_the_command_keeps_numbers_and_pictures(
     assert json.loads(capsys.readouterr().out)["results"] == kept["results"]
     assert (tmp_path / "other/reach-v3_failed.gif").is_file()
 
+    def stop(pictures: Pictures, played: Played) -> None:
+        if played.controller == "expert":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pictures, "take", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run([*words, "--output", "stopped"])
+    kept = json.loads((tmp_path / "stopped/results.json").read_text())
+    assert [entry["controller"] for entry in kept["results"]] == ["policy"]
+
 
 def test_a_rollout_becomes_a_moving_picture(tmp_path: Path) -> None:
     rollout = Simulator("reach-v3", 3).rollout(expert("reach-v3"), 0)
@@ -227,5 +238,12 @@ def test_wrong_requests_are_refused() -> None:
         evaluate_policy(policy, Preprocessor(), spec, ["fly-v3"])
     with pytest.raises(ConfigError, match=r"'door-open-v3': the policy was trained on other tasks"):
         evaluate_policy(policy, Preprocessor(), spec, ["door-open-v3"])
+    played: list[Played] = []
+    for wrong in ("fly-v3", "door-open-v3"):
+        with pytest.raises(ConfigError):
+            evaluate_policy(
+                policy, Preprocessor(), spec, ["reach-v3", wrong], on_episode=played.append
+            )
+    assert played == []  # nothing was played for nothing
     with pytest.raises(ConfigError, match=r"episodes = 51, but one seed holds 50"):
         evaluate_policy(policy, Preprocessor(), spec, ["reach-v3"], episodes=51)

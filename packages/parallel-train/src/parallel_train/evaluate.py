@@ -124,16 +124,17 @@ def evaluate_policy(
     _check_policy(policy, spec, preprocessor.rename.get(STATE, STATE))
     device = next(iter(policy.parameters())).device
     results: list[SuccessRate] = []
-    for task in tasks:
-        simulator = Simulator(task, seed)
-        actor = PolicyController(policy, preprocessor, task_index(spec, task), device)
+    numbers = _numbers(episodes)
+    # A name that is wrong is told before hours go into the others.
+    stages = [(task, Simulator(task, seed), task_index(spec, task)) for task in tasks]
+    for task, simulator, index in stages:
+        actor = PolicyController(policy, preprocessor, index, device)
         controllers: dict[str, Controller] = {
             "policy": actor,
             "expert": expert(task),
             "random": random_controller(seed),
         }
         for name, controller in controllers.items():
-            numbers = _numbers(episodes)
             successes = 0
             for number in numbers:
                 if name == "policy":

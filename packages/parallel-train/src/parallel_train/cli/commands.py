@@ -97,7 +97,7 @@ class EvaluateCommand:
     episodes: int = 50
     """Seeded episodes per task."""
     seed: int = 0
-    """Seed of the first episode."""
+    """Seed of the placements, 50 for each task: every seed has others."""
     max_steps: int = 300
     """Steps after which an episode counts as failed."""
     output: str | None = None

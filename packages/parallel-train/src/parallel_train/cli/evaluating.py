@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
 
     from parallel_train.evaluate import Played, SuccessRate
 
+RESULTS = "results.json"
+
 
 def run(parsed: Parsed) -> int:
-    """Print a line per task and controller, and keep them. Returns 0, or 2 for wrong input."""
+    """Print and keep a line per task and controller at once. Returns 0, or 2 for wrong input."""
     command: EvaluateCommand = parsed.command
     if importlib.util.find_spec("metaworld") is None:
         print('ptrain evaluate needs MetaWorld: pip install "parallel-train[sim]"', file=sys.stderr)
@@ -38,12 +41,19 @@ def _evaluate(command: EvaluateCommand) -> None:
 
     loaded = load_policy(command.path, command.policy_type)
     pictures = Pictures(_output_folder(command), command.seed)
+    results: list[SuccessRate] = []
+    text = ""
 
-    def show(result: SuccessRate) -> None:
+    def take(result: SuccessRate) -> None:
+        nonlocal text
+        results.append(result)
+        text = _document(command, results, pictures)
+        pictures.folder.mkdir(parents=True, exist_ok=True)
+        (pictures.folder / RESULTS).write_text(text + "\n", encoding="utf-8")
         if not command.json:
             print(result, flush=True)
 
-    results = evaluate_policy(
+    evaluate_policy(
         loaded.model.to(_device()),
         loaded.preprocessor,
         loaded.spec,
@@ -51,9 +61,19 @@ def _evaluate(command: EvaluateCommand) -> None:
         episodes=command.episodes,
         seed=command.seed,
         max_steps=command.max_steps,
-        on_result=show,
+        on_result=take,
         on_episode=pictures.take,
     )
+    if command.json:
+        print(text)
+    else:
+        if pictures.note:
+            print(pictures.note)
+        files = ", ".join([RESULTS, *pictures.names])
+        print(f"kept in {pictures.folder}: {files}")
+
+
+def _document(command: EvaluateCommand, results: Sequence[SuccessRate], pictures: Pictures) -> str:
     document = {
         "policy": command.path,
         "seed": command.seed,
@@ -61,16 +81,7 @@ def _evaluate(command: EvaluateCommand) -> None:
         "results": [result.to_plain() for result in results],
         "pictures": pictures.names,
     }
-    text = json.dumps(document, indent=2)
-    pictures.folder.mkdir(parents=True, exist_ok=True)
-    (pictures.folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    if command.json:
-        print(text)
-    else:
-        if pictures.note:
-            print(pictures.note)
-        files = ", ".join(["results.json", *pictures.names])
-        print(f"kept in {pictures.folder}: {files}")
+    return json.dumps(document, indent=2)
 
 
 class Pictures:
