@@ -15,7 +15,7 @@ from parallel_ckpt.lock import RunLock
 from parallel_config import ConfigError
 from parallel_testing.ranks import run_ranks
 from parallel_train import start
-from parallel_train.cli import app
+from parallel_train.cli import app, training
 from parallel_train.cli.parsing import parse
 from parallel_train.config import read_config
 from parallel_train.data.config import EMBEDDED_ROOT
@@ -121,6 +121,37 @@ def test_a_damaged_config_is_not_what_a_run_goes_on_with(run):
     assert parse(["resume", str(run)]).command.run.optimizer.lr == 0.001
     path.unlink()
     assert parse(["resume", str(run)]).command.run.steps == 6
+
+
+def begun(*words):
+    """What `train` with these words would decide, presence and all."""
+    return decide_start(training._job(parse(["train", *map(str, words)])), world_size=1)
+
+
+def test_auto_goes_on_with_the_checkpoints_config(run, tmp_path):
+    """Flags over the file over the checkpoint over defaults, each by presence."""
+    auto = "--output_dir", run, "--resume", "auto"
+    found = begun(*auto, "--steps", 8).config
+    assert (found.steps, found.batch_size, found.policy.dim_model) == (8, 4, 32)
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"steps": 9, "optimizer": {"lr": 0.5}, "log_freq": 3}))
+    found = begun(*auto, "--config", file, "--log_freq", 5).config
+    assert (found.steps, found.optimizer.lr, found.log_freq, found.batch_size) == (9, 0.5, 5, 4)
+    assert found.policy.dim_model == 32
+    fresh = begun("--output_dir", tmp_path / "new", "--resume", "auto", "--config", file).config
+    assert (fresh.steps, fresh.batch_size) == (9, 32)
+
+
+def test_a_section_of_the_file_is_given_like_flags(run, tmp_path):
+    auto = "--output_dir", run, "--resume", "auto", "--steps", 8
+    file = tmp_path / "mine.toml"
+    file.write_text("[parallelism]\ndp_shard = 2\n")
+    with pytest.raises(ConfigError, match="dp_shard"):
+        begun(*auto, "--config", file)
+    assert begun(*auto).topology.world_size == 1
+    file.write_text("[accelerator.gradient_accumulation]\nsteps = 2\n")
+    with pytest.raises(ConfigError, match="global batch is 4"):
+        begun(*auto, "--config", file)
 
 
 def test_must_needs_something_to_continue(tmp_path):

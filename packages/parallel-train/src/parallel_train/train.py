@@ -49,9 +49,9 @@ class Job:
     output_dir_given: bool = False
     """Whether the output folder was given as a flag."""
     parallelism_given: bool = False
-    """Whether degrees were given as flags."""
+    """Whether degrees were given, by flag or file."""
     accumulation_given: bool = False
-    """Whether the accumulation was given as a flag."""
+    """Whether the accumulation was given, by flag or file."""
     stats_given: bool = False
     """Whether the source of statistics was given as a flag: a resumed run then takes them anew."""
     allow_batch_change: bool = False

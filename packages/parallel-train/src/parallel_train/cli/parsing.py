@@ -11,7 +11,8 @@ import tyro
 from tyro.conf import AvoidSubcommands, EnumChoicesFromValues, subcommand
 
 from parallel_config import ConfigError, Problem
-from parallel_config.codec import Loaded
+from parallel_config.codec import Loaded, read_config_text
+from parallel_config.codec import parse as read_document
 from parallel_config.errors import collect_problems
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.commands import (
@@ -27,7 +28,7 @@ from parallel_train.cli.commands import (
     VerifyCommand,
 )
 from parallel_train.cli.mappings import mappings
-from parallel_train.config import TrainConfig, read_config
+from parallel_train.config import SCHEMA, TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
 
 if TYPE_CHECKING:
@@ -55,10 +56,15 @@ class Parsed:
     command: Any
     argv: tuple[str, ...]
     """The words as given, for starting workers with the same ones."""
-    parallelism_given: bool = False
-    """Whether a --parallelism flag was present."""
+    in_file: frozenset[str] = frozenset()
+    """Dotted paths of the values that `--config FILE` gives."""
     notes: tuple[str, ...] = ()
     """What reading an older config changed."""
+
+    def is_given(self, path: str) -> bool:
+        """Whether a flag or the config file gives `path`, or something below it."""
+        below = any(name == path or name.startswith(f"{path}.") for name in self.in_file)
+        return below or argv_flags.is_given(self.argv[1:], path)
 
 
 def parse(argv: Sequence[str]) -> Parsed:
@@ -87,7 +93,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     return Parsed(
         command=command,
         argv=tuple(argv),
-        parallelism_given=argv_flags.is_given(words, "parallelism"),
+        in_file=frozenset(_leaves(_document(name, words))),
         notes=notes,
     )
 
@@ -111,10 +117,12 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
     if name in ("train", "plan"):
         cls = COMMANDS[name]
         file = argv_flags.value_of(words, "config")
-        if file is None:
-            return _with_policy(cls(), words), ()
-        _refuse_empty("config", file)
-        loaded = read_config(Path(file).expanduser(), trusted=True)
+        loaded = Loaded(TrainConfig())
+        if file is not None:
+            _refuse_empty("config", file)
+            loaded = read_config(Path(file).expanduser(), trusted=True)
+        if name == "train":
+            loaded = _over_checkpoint(loaded, words) or loaded
         return _with_policy(cls(run=loaded.config), words), loaded.notes
     if name == "resume":
         path = next(iter(argv_flags.positionals(words, resume_flags())), None)
@@ -132,6 +140,60 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
         loaded = checkpoint_config(path, words)
         return _with_policy(ResumeCommand(path=path, run=loaded.config), words), loaded.notes
     return None, ()
+
+
+def _document(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """What `--config FILE` says, as it stands there; empty without one."""
+    file = argv_flags.value_of(words, "config")
+    if file is None or name not in ("train", "plan"):
+        return {}
+    text, toml = read_config_text(Path(file).expanduser())
+    return read_document(text, source=file, toml=toml)
+
+
+def _over_checkpoint(
+    given: Loaded[TrainConfig], words: Sequence[str]
+) -> Loaded[TrainConfig] | None:
+    """For `train --resume auto|must`: the file's values over the config of the run that is there.
+
+    None where there is no run yet, or none of whose configs is whole: its start says what then.
+    """
+    folder = argv_flags.value_of(words, "output_dir") or given.config.output_dir
+    if argv_flags.value_of(words, "resume") not in ("auto", "must") or not folder:
+        return None
+    from parallel_ckpt import RunFolder, StepFolder
+
+    path = Path(folder).expanduser().absolute()
+    if not RunFolder(path).committed_steps():
+        return None
+    file = _config_file(str(path))
+    if not _has_intact_config(StepFolder(file.parents[1])):
+        return None
+    own = _document("train", words)
+    named = POLICIES.name_of(given.config.policy) if "policy" in own else None
+    repeated = argv_flags.value_of(words, "policy.type") or named
+    saved = read_config(file, trusted=False, repeated_type=repeated)
+    if named not in (None, POLICIES.name_of(saved.config.policy)):
+        own = {**own, "policy": SCHEMA.to_document(given.config)["policy"]}
+        merged = _merged({**SCHEMA.to_document(saved.config), "policy": {}}, own)
+    else:
+        merged = _merged(SCHEMA.to_document(saved.config), own)
+    loaded = SCHEMA.from_document(merged, source=str(file), trusted=True)
+    return Loaded(loaded.config, (*given.notes, *saved.notes), saved.left_out)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+
+
+def _leaves(document: Any, path: str = "") -> Iterator[str]:
+    if not isinstance(document, dict):
+        yield path
+        return
+    for key, value in document.items():
+        yield from _leaves(value, f"{path}.{key}" if path else key)
 
 
 def _empty_words(command: Any) -> Iterator[Problem]:

@@ -17,7 +17,8 @@ from parallel_train.data.config import DatasetConfig
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Episodes that are held out of training, and how often the loss on them is taken. The
-    statistics of meta/stats.json include them; --dataset.stats data computes them without."""
+    statistics of meta/stats.json include them; --dataset.stats data computes them without.
+    """
 
     fraction: float = 0.0
     """Share of the episodes that is held out; at least one episode when it is above 0."""
