@@ -232,6 +232,7 @@ def test_every_parameter_learns() -> None:
 def test_inference_is_the_mean_of_the_prior() -> None:
     model, inputs = policy(dropout=0.5).eval(), batch()
     chunk = model.predict_action_chunk(inputs)
+    assert not chunk.requires_grad
     assert chunk.shape == (4, 6, 3)
     assert torch.equal(chunk, model.predict_action_chunk(inputs))
     assert torch.equal(chunk, model._decode(inputs, torch.zeros(4, 4)))

@@ -10,15 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, Topology
+from parallel_train.config import TrainConfig
+from parallel_train.data import frames
 from parallel_train.data.config import DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.order import GlobalBatchSampler
-from parallel_train.data.spec import DataSpec, Feature
+from parallel_train.data.spec import NUMBERS, DataSpec, Feature
 from parallel_train.policies.reward.configuration import RewardConfig
 from parallel_train.policies.reward.modeling import RewardModel
 from parallel_train.processors import Preprocessor
+from parallel_train.task import build_task
 
 SPEC = DataSpec(
     10,
@@ -95,3 +98,42 @@ def test_what_does_not_fit_is_refused() -> None:
     reward = model()
     assert {type(m).__name__ for m in reward.modules()} >= set(reward._fsdp_wrap_modules)
     assert all(callable(getattr(reward, name)) for name in reward._fsdp_forward_methods)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "is_label"),
+    [
+        ("bool", (1,), True),
+        ("float32", (1,), True),
+        ("int64", (1,), True),
+        ("float32", (3,), False),
+        ("string", (1,), False),
+        ("video", (64, 64, 3), False),
+    ],
+)
+def test_a_label_is_one_number_per_frame(dtype, shape, is_label):
+    state = Feature("float32", (4,))
+    spec = DataSpec(10, {"observation.state": state, "won": Feature(dtype, shape)})
+    config = RewardConfig(dim_model=16, label="won")
+    if is_label:
+        RewardModel(config, spec)
+        return
+    with pytest.raises(ConfigError, match=rf"policy.label = 'won' is {dtype} of shape"):
+        RewardModel(config, spec)
+
+
+def test_dtypes_of_numbers_are_those_that_are_read():
+    assert tuple(frames._DTYPES) == NUMBERS
+
+
+def test_labels_lie_between_zero_and_one():
+    one = Topology(dp_replicate=1)
+
+    def build(label):
+        policy = RewardConfig(dim_model=16, label=label)
+        config = TrainConfig(policy=policy, dataset=DatasetConfig(episodes=(0,)))
+        return build_task(config, one, 0, samples_seen=0, device=torch.device("cpu"))
+
+    assert build("episode_index").num_parameters > 0
+    with pytest.raises(ConfigError, match=r"frame_index is \[2.*numbers from 0 to 1"):
+        build("frame_index")

@@ -325,3 +325,8 @@ def test_narrow_precision_computes_and_learns() -> None:
     full = with_noise(model, inputs)
     assert loss.item() == pytest.approx(full.item(), rel=0.05)
     assert loss.item() != full.item()
+
+
+def test_only_observations_are_the_world():
+    with pytest.raises(ConfigError, match=r"names 'effort', but .* --dataset.rename effort=observ"):
+        WAMConfig(world=("observation.state", "effort"))

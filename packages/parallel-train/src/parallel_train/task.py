@@ -105,6 +105,9 @@ def build_task(
     torch.manual_seed(config.seed)
     with parameters_on_meta() if config.meta_init else contextlib.nullcontext():
         model = build_policy(config.policy, dataset.spec)
+    for name, (low, high) in getattr(config.policy, "value_ranges", dict)().items():
+        for part in filter(None, (dataset, held_out)):
+            part.check_range(name, low, high)
     is_new = samples_seen == 0  # a resumed model is filled from its checkpoint
     if is_new and not config.meta_init:
         load_pretrained(model)

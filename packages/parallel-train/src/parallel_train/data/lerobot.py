@@ -117,6 +117,25 @@ class LeRobotDataset(Dataset[Batch]):
         frames.check_values(self.metadata, columns, other._frames)
         return other
 
+    def check_range(self, name: str, low: float, high: float) -> None:
+        """Check that the policy's feature `name` lies in [low, high] in every chosen frame.
+
+        Raises:
+            ConfigError: it does not, or is no column of numbers.
+        """
+        column = self._columns.get(self.metadata.stored_names.get(name, name))
+        if column is None:
+            raise folder_error(self.metadata.root, f"it has no column of numbers {name!r}.")
+        values = column.numpy()[self._frames].reshape(len(self._frames), -1)
+        bad = np.flatnonzero(~((values >= low) & (values <= high)).all(axis=1))
+        if bad.size:
+            raise folder_error(
+                self.metadata.root,
+                f"{name} is {values[bad[0]].tolist()} in sample {bad[0]} ({bad.size} such frames), "
+                f"but the policy reads it as numbers from {low:g} to {high:g}.",
+                "Name another feature, or bring its values into that range.",
+            )
+
     @property
     def spec(self) -> DataSpec:
         """What a model needs to know of the data, by the policy's names."""

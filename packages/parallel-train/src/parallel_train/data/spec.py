@@ -11,6 +11,8 @@ from parallel_config import ConfigError, Problem
 ACTION = "action"
 STATE = "observation.state"
 _VECTOR_DTYPES = ("float32", "float64")
+NUMBERS = (*_VECTOR_DTYPES, "int64", "int32", "bool")
+"""Dtypes of the columns that are read; others, such as strings, stay on the disk."""
 
 
 @dataclass(frozen=True)

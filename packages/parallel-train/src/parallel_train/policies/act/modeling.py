@@ -209,8 +209,9 @@ class ACTPolicy(PretrainedPolicy):
         """Number of unpadded action entries, 0-dim: the weight of this batch's mean loss."""
         return (~batch["action_is_pad"]).sum() * batch[ACTION].shape[-1]
 
+    @torch.no_grad()
     def predict_action_chunk(self, batch: Batch) -> Tensor:
-        """The chunk [B, T, A] that follows the observation, with z = 0."""
+        """The chunk [B, T, A] that follows the observation, with z = 0; without gradients."""
         first = next(iter(batch.values()))
         z_BL = self.latent.weight.new_zeros(len(first), self.config.latent_dim)
         return self._decode(batch, z_BL)

@@ -70,6 +70,10 @@ class RewardConfig(PolicyConfig):
         modes |= dict.fromkeys(self.cameras, str(self.image_normalization))
         return modes if self.label is None else {**modes, self.label: "identity"}
 
+    def value_ranges(self) -> dict[str, tuple[float, float]]:
+        """Between which values a feature must lie, by name; checked when a run starts."""
+        return {} if self.label is None else {self.label: (0.0, 1.0)}
+
     def _problems(self) -> Iterator[Problem]:
         for name in ("dim_model", "n_layers"):
             if getattr(self, name) < 1:

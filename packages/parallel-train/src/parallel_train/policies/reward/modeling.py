@@ -6,6 +6,7 @@ all pictures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_config import ConfigError, Problem
-from parallel_train.data.spec import DataSpec
+from parallel_train.data.spec import NUMBERS, DataSpec, Feature
 from parallel_train.policies.pretrained import PretrainedPolicy
 from parallel_train.policies.reward.configuration import RewardConfig
 from parallel_train.policies.transformer import Attention
@@ -140,6 +141,20 @@ class RewardModel(PretrainedPolicy):
         return found.reshape(len(found), -1)[:, -1].float()
 
 
+def _check_label(name: str, feature: Feature) -> None:
+    """One number per frame; whether it lies in [0, 1] is told by the frames."""
+    if feature.dtype in NUMBERS and math.prod(feature.shape) == 1:
+        return
+    raise ConfigError(
+        Problem(
+            "policy.label",
+            f"= {name!r} is {feature.dtype} of shape {list(feature.shape)}, but a label is one "
+            "number per frame: 1 or true where the task is solved, else 0.",
+            "Use --policy.label with such a feature, or None for the ends of the demonstrations.",
+        )
+    )
+
+
 def _inputs(config: RewardConfig, spec: DataSpec) -> tuple[str, ...]:
     """The observation vectors, without a label that is called observation itself."""
     if config.label is not None and config.label not in spec.features:
@@ -150,6 +165,8 @@ def _inputs(config: RewardConfig, spec: DataSpec) -> tuple[str, ...]:
                 f"It has: {', '.join(sorted(spec.features))}.",
             )
         )
+    if config.label is not None:
+        _check_label(config.label, spec.features[config.label])
     names = tuple(name for name in spec.observation_vectors() if name != config.label)
     if not (names or config.cameras):
         raise ConfigError(

@@ -177,6 +177,14 @@ class WAMConfig(PolicyConfig):
                 yield _problem(name, f"= {value}, but it is at least 1.", "1 or more")
         if self.preset not in PRESETS:
             yield _problem("preset", f"= {self.preset!r} is unknown.", " or ".join(PRESETS))
+        strange = [name for name in self.world if not name.startswith("observation.")]
+        if strange:
+            yield Problem(
+                "policy.world",
+                f"names {', '.join(map(repr, strange))}, but what is read is named observation.*: "
+                "nothing else is checked and normalized.",
+                f"Use --dataset.rename {strange[0]}=observation.{strange[0]}, and that name.",
+            )
         if not self.world:
             yield _problem("world", "= [] names no observation.", "observation.state")
         if self.n_action_steps is not None and self.n_action_steps > self.chunk_size:
