@@ -168,10 +168,16 @@ class Sinks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for sink in self.members:
-            # A full disk while closing must not hide the error that ended the run.
-            with contextlib.suppress(OSError) if error else contextlib.nullcontext():
-                sink.close()
+        # All are closed, whichever fails; and a full disk while closing must not hide the error
+        # that ended the run.
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self.members):
+                stack.callback(_close, sink, quietly=error is not None)
+
+
+def _close(sink: Sink, *, quietly: bool) -> None:
+    with contextlib.suppress(OSError) if quietly else contextlib.nullcontext():
+        sink.close()
 
 
 def console_sink(*, steps: int, start: int, log_freq: int) -> Sink:
@@ -195,7 +201,7 @@ class Stopwatch:
 
 
 def _line(row: Row, steps: int) -> str:
-    extra = "".join(f"  {k} {v:.4g}" for k, v in row.extra.items() if isinstance(v, float))
+    extra = "".join(f"  {k} {v:.4g}" for k, v in row.extra.items())
     return (
         f"step {row.step:>{len(str(steps))}}/{steps}  loss {row.loss:.4f}  "
         f"grad_norm {row.grad_norm:.3f}  lr {row.lr:.2e}  {row.samples_per_s:.0f} samples/s{extra}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +40,12 @@ def check_tracking(config: LoggingConfig) -> None:
 def _require_login() -> None:
     import wandb
 
-    if not wandb.api.api_key:
+    # Older versions ask a person whatever one wants, and newer ones warn of `wandb.api`.
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        is_known = wandb.login(prompt=False, verify=False)
+    else:
+        is_known = bool(wandb.api.api_key)
+    if not is_known:
         raise _no_wandb("nobody is logged in.")
 
 
