@@ -36,11 +36,6 @@ class Worker:
         """Whether it has not ended yet."""
         return self.process.poll() is None
 
-    @property
-    def is_well(self) -> bool:
-        """Whether it has ended as it should; the main rank may still publish for a while."""
-        return self.process.returncode in (0, PREEMPTED, NOT_PUBLISHED)
-
     def signal(self, number: int) -> None:
         """Send a signal to the rank alone: its loader workers follow it."""
         if self.is_running:

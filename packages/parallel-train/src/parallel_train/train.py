@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel_ckpt import CheckpointSaver, StepFolder, read_start, restore
+from parallel_ckpt import Start as Opened
 from parallel_config.environment import accelerate_variables, check_environment, environment_wins
 from parallel_engine import Ema, Engine, any_rank, connect, from_main, resume_average, together
 from parallel_engine.loading import prepare_loader
@@ -94,13 +96,28 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     opened = None
     if start.checkpoint is not None:
         opened = read_start(start.checkpoint, topology=start.topology, verify=start.verify)
-    step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
+    step = opened.step if opened else 0
     over = _over_already(start, stop, step, is_main=facts.is_main)
     if over is not None:
         return over
-
     publisher = RunPublisher(config, start.folder, start.topology, is_main=facts.is_main)
     publisher.check()
+    loop, notes = _make_ready(job, start, opened, publisher)
+    done = _carry_out(loop, notes, start, opened, publisher, stop)
+    return Outcome(
+        folder=start.folder,
+        step=done,
+        preempted=done < config.steps,
+        publisher=publisher if config.publish.wants_hub else None,
+    )
+
+
+def _make_ready(
+    job: Job, start: Start, opened: Opened | None, publisher: RunPublisher
+) -> tuple[Loop, list[str]]:
+    """Collective: every rank. Build, prepare and fill; what is to run, and lines for the log."""
+    config = start.config
+    step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
     engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
     task = together(
         lambda: build_task(
@@ -125,41 +142,48 @@ def train(job: Job, stop: StopRequest) -> Outcome:
     notes = [*start.notes, *(opened.notes if opened else ()), *task.notes]
     if start.checkpoint is not None:
         notes += _fill(prepared, start, start.checkpoint)
-    peak, why = samples_per_s_at_peak(config, task.dataset, engine.device, facts.world_size)
+    peak, why = samples_per_s_at_peak(
+        config, task.dataset, engine.device, start.topology.world_size
+    )
     notes += filter(None, [why, never_trained(config, task.dataset)])
     text = SCHEMA.dump(config)
     from_main(lambda: _open_folder(start, text, step))
     seed_rank(config.seed, engine.rank)
-    sinks = together(lambda: _sinks(engine.is_main, start, step))
-    with engine.telling_peers(), saver, sinks:
+    loop = Loop(
+        config=config,
+        engine=engine,
+        prepared=prepared,
+        saver=saver,
+        sinks=together(lambda: _sinks(engine.is_main, start, step)),
+        train_config=text,
+        model_files=task.model_files,
+        start_step=step,
+        start_samples=samples,
+        data_sizes=sizes(task.dataset),
+        peak_samples_per_s=peak,
+    )
+    return loop, [*notes, _headline(start, task.num_parameters)]
+
+
+def _carry_out(
+    loop: Loop,
+    notes: Sequence[str],
+    start: Start,
+    opened: Opened | None,
+    publisher: RunPublisher,
+    stop: StopRequest,
+) -> int:
+    """Collective: every rank. Run the loop, then stage its model; the updates done."""
+    with loop.engine.telling_peers(), loop.saver, loop.sinks as sinks:
         for line in notes:
             sinks.note(line)
-        sinks.note(_headline(start, task.num_parameters))
-        loop = Loop(
-            config=config,
-            engine=engine,
-            prepared=prepared,
-            saver=saver,
-            sinks=sinks,
-            train_config=text,
-            model_files=task.model_files,
-            start_step=step,
-            start_samples=samples,
-            data_sizes=sizes(task.dataset),
-            peak_samples_per_s=peak,
-        )
         began = time.perf_counter()
         done = loop.run(stop, opened.restore_rng if opened else None)
-        sinks.note(_summary(start, step, done, time.perf_counter() - began))
-        if done == config.steps:
-            with prepared.averaged():
-                publisher.stage(prepared.model, step=done, files=task.model_files)
-    return Outcome(
-        folder=start.folder,
-        step=done,
-        preempted=done < config.steps,
-        publisher=publisher if config.publish.wants_hub else None,
-    )
+        sinks.note(_summary(start, loop.start_step, done, time.perf_counter() - began))
+        if done == loop.config.steps:
+            with loop.prepared.averaged():
+                publisher.stage(loop.prepared.model, step=done, files=loop.model_files)
+    return done
 
 
 def _over_already(start: Start, stop: StopRequest, step: int, *, is_main: bool) -> Outcome | None:
