@@ -265,9 +265,10 @@ def test_a_slip_in_a_users_own_file_stays_an_error(from_a_newer_version, capsys)
     assert sorted(capsys.readouterr().err.splitlines()) == LEFT_OUT
 
 
-def test_a_newer_policy_is_refused_where_it_would_act(from_a_newer_version):
+def test_a_newer_policy_is_refused_where_it_would_act(from_a_newer_version, tmp_path):
     """Its outputs could differ without a word; here a way out is told instead."""
-    config = from_a_newer_version / "checkpoints/000006/pretrained_model/config.json"
+    model = from_a_newer_version / "checkpoints/000006/pretrained_model"
+    config = shutil.copytree(model, tmp_path / "model") / "config.json"  # no manifest knows it
     document = json.loads(config.read_text())
     config.write_text(json.dumps(document | {"registers": 4}))
     with pytest.raises(ConfigError, match="registers is not a field") as caught:
