@@ -137,6 +137,15 @@ def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
     return heard, got, told
 
 
+def test_an_error_of_one_process_alone_is_agreed_with_nobody() -> None:
+    """Its engine would not tell the peers, who wait for it."""
+    alone = _ranks.Ranks()
+    for call in (alone.attempt, alone.attempt_all, alone.attempt_for_main, alone.on_main):
+        with pytest.raises(CheckpointError, match="IndexError") as failed:
+            call(lambda: [][0])
+        assert not is_agreed(failed.value)
+
+
 def test_a_rank_is_sent_what_it_uses_and_every_rank_hears_of_an_error(tmp_path: Path) -> None:
     outcomes = run_ranks(hear_of_plans, 3, tmp_path)
     (heard, got, told), *others = outcomes

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -279,13 +279,14 @@ def test_a_run_that_may_not_be_written_says_so(hub, checkpoint, tmp_path):
 
 def test_a_dry_run_leaves_a_folder_as_it_was(hub, tmp_path):
     save_pretrained(TinyModel(), tmp_path / "out")
+    before = sorted((tmp_path / "out").iterdir())
     done = publish_checkpoint(tmp_path / "out", CONFIG, dry_run=True)
     assert set(done.files) == {"README.md", "model.safetensors"}
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert sorted((tmp_path / "out").iterdir()) == before
     hub.faults.append(Fault("/validate-yaml", status=400))
     done = publish_checkpoint(tmp_path / "out", CONFIG)
     assert done.retry.endswith("--repo_id user/model --license mit --tags tiny")
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert sorted((tmp_path / "out").iterdir()) == before
 
 
 def test_a_card_that_is_there_is_sent_as_it_is_and_says_so(hub, tmp_path):
@@ -363,6 +364,45 @@ def test_a_kept_bundle_is_sent_with_all_that_was_put_into_it(hub, tmp_path):
     assert publish_checkpoint(first.bundle, CONFIG).ok
     sent = set(hub.files("user/model"))
     assert sent == {"README.md", "config.json", "model.safetensors", "stoi.txt"}
+
+
+HUB_FILES = {
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "spiece.model",
+    "stats.json",
+    "tokenizer.model.v3",
+    "vocab.bpe",
+    "vocab.spm",
+}
+
+
+def test_a_model_is_sent_with_its_common_files_whoever_wrote_them(hub, tmp_path):
+    save_file({"mean": torch.zeros(1)}, tmp_path / "normalizer.safetensors")
+    save_file(dict(TinyModel().state_dict()), tmp_path / "model.safetensors")
+    kept = [".hidden.json", "key.pem", "more.json/a.json", "notes.txt", "wandb/b.model"]
+    for name in (*HUB_FILES, *kept):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    said = []
+    assert publish_checkpoint(tmp_path, CONFIG, on_note=said.append).ok
+    weights = {"model.safetensors", "normalizer.safetensors"}
+    assert set(hub.files("user/model")) == {"README.md"} | weights | HUB_FILES
+    assert said[0] == "not sent, being no file of a model: key.pem, more.json/, notes.txt, wandb/"
+
+
+def test_all_that_save_pretrained_was_given_is_sent(hub, tmp_path):
+    class Words:
+        def save_pretrained(self, folder):
+            (folder / "words").mkdir()
+            (folder / "words" / "en.txt").write_text("a b")
+
+    (tmp_path / "diary.txt").write_text("mine")
+    save_pretrained(TinyModel(), tmp_path, files={"stoi.txt": "a b"}, processors=[Words()])
+    assert publish_checkpoint(tmp_path, CONFIG).ok
+    sent = set(hub.files("user/model"))
+    assert sent == {"README.md", "model.safetensors", "stoi.txt", "words/en.txt"}
 
 
 @pytest.mark.parametrize("name", ["config.json", "train_config.json"])

@@ -158,7 +158,9 @@ class Ranks:
     def _raise_first(self, errors: Sequence[ConfigError | None], cause: Exception | None) -> None:
         for error in errors:
             if error is not None:
-                raise agreed(error) from (None if cause is error else cause)
+                # Alone, nobody else has it: whoever has peers by other means must still tell them.
+                told = error if self.group is None else agreed(error)
+                raise told from (None if cause is error else cause)
 
 
 def _not_all_here(call: str, error: RuntimeError, waited_s: float) -> CheckpointError:

@@ -28,13 +28,13 @@ from parallel_publish.sharing import DOCUMENTS
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
 _BUILT = ".built.json"
-"""In a bundle of ours: the names of what was put into it, whatever a person adds later."""
+"""In a folder of ours: the names of what was put into it, whatever a person adds later."""
 _MODEL_FILES = re.compile(
-    r"(train_|generation_)?config\.json|\w*processor\w*\.(json|safetensors)"
-    r"|tokenizer\w*\.(json|model)|special_tokens_map\.json|vocab\.(json|txt)|merges\.txt"
+    r"[^.].*\.(json|safetensors|jinja|spm|model)"
+    r"|chat_template\.\w+|tokenizer\.[\w.]+|vocab\.(txt|bpe)|merges\.txt"
     rf"|{re.escape(CARD)}|{re.escape(CURVE)}|(LICENSE|NOTICE)(\.(md|txt))?"
 )
-"""What is sent of a folder, beside weights: a person may keep anything else there."""
+"""What is sent of any folder, at its top: a person may keep anything else there."""
 NEVER = (DCP, TRAINING_STATE)
 """Folders of a checkpoint that no published model holds."""
 
@@ -153,7 +153,8 @@ def bundle_files(folder: Path) -> dict[str, Path]:
             out of it.
     """
     problems = list(bundle_problems(folder))
-    names = _built(folder) | {entry.name for entry in folder.glob("*") if _is_of_model(entry.name)}
+    names = _built(folder)
+    names |= {entry.name for entry in folder.glob("*") if _MODEL_FILES.fullmatch(entry.name)}
     found = {name: folder / name for name in sorted(names) if (folder / name).is_file()}
     root = folder.resolve()
     problems += [
@@ -178,7 +179,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def seal(folder: Path) -> None:
-    """Note what a bundle consists of, when it is built: all of it is sent, nothing else is."""
+    """Note what a folder of ours consists of, when it is written: all of it is sent later."""
     files = (path for path in folder.rglob("*") if path.is_file())
     names = sorted(path.relative_to(folder).as_posix() for path in files)
     shown = [name for name in names if not name.startswith(".")]
@@ -191,10 +192,6 @@ def _built(folder: Path) -> set[str]:
     except (OSError, ValueError):
         return set()
     return {str(name) for name in listed} if isinstance(listed, list) else set()
-
-
-def _is_of_model(name: str) -> bool:
-    return is_weight_file(name) or _MODEL_FILES.fullmatch(name) is not None
 
 
 def bundle_problems(folder: Path) -> Iterator[Problem]:
