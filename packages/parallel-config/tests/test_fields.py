@@ -44,11 +44,7 @@ from parallel_config.checkpoint import parse_size
         (lambda: SchedulerConfig(min_lr_ratio=1.5), "scheduler.min_lr_ratio = 1.5"),
         (lambda: CheckpointConfig(save_freq=-1), "checkpoint.save_freq = -1"),
         (lambda: CheckpointConfig(keep_last=0), "checkpoint.keep_last = 0"),
-        (
-            lambda: CheckpointConfig(keep_every=5),
-            "checkpoint.keep_every = 5, but checkpoint.keep_last = None keeps all. "
-            "Use --checkpoint.keep_last 1",
-        ),
+        (lambda: CheckpointConfig(keep_every=0), "checkpoint.keep_every = 0"),
         (lambda: CheckpointConfig(max_shard_size="5 apples"), "checkpoint.max_shard_size"),
     ],
 )
@@ -56,6 +52,10 @@ def test_fields_out_of_range(build, path):
     with pytest.raises(ConfigError) as caught:
         build()
     assert path in str(caught.value)
+
+
+def test_keep_every_alone_is_read_as_older_runs_saved_it():
+    assert CheckpointConfig(keep_every=5).keep_last is None
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,11 @@ import torch
 from parallel_config import ConfigError
 from parallel_train.cli.parsing import parse
 from parallel_train.cli.training import _job
-from parallel_train.data.spec import DataSpec
+from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.data.writing import Episode, write_dataset
+from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.reward.configuration import RewardConfig
+from parallel_train.policies.wam.configuration import WAMConfig
 from parallel_train.processors import Preprocessor
 from parallel_train.resumed_data import _feature_problems
 from parallel_train.signals import StopRequest
@@ -136,6 +139,49 @@ def test_data_that_mean_something_else_are_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         go_on(run, "--dataset.root", str(data))
     assert "or start a new run on these data, with another --output_dir" in str(caught.value)
+
+
+def test_a_task_that_no_model_learned_the_number_of_may_be_reworded(
+    tmp_path: Path,
+) -> None:
+    data, run = write(tmp_path / "ds", "open open"), tmp_path / "run"
+    flags = ["--dataset.root", str(data), "--output_dir", str(run)]
+    train(_job(parse(["train", *SMALL, *flags])), StopRequest())
+    write(data, "unlock unlock")
+    go_on(run)
+    assert (run / "checkpoints/000003").is_dir()
+
+
+def test_only_what_the_policy_reads_is_compared() -> None:
+    vector, narrow = Feature("float32", (3,)), Feature("float32", (2,))
+    state = {"action": vector, "observation.state": vector}
+    saved = DataSpec(10, {**state, "observation.effort": vector})
+    for config in (WAMConfig(), RewardConfig(label="observation.effort")):
+        assert not list(_feature_problems(saved, DataSpec(10, state), config.reads))
+        changed = DataSpec(10, {**state, "observation.state": narrow})
+        assert len(list(_feature_problems(saved, changed, config.reads))) == 1
+    moved = DataSpec(10, {**state, "action": narrow})
+    assert len(list(_feature_problems(saved, moved, WAMConfig().reads))) == 1
+
+
+def test_a_world_that_is_no_observation_is_refused_of_a_new_run(tmp_path: Path) -> None:
+    data = write(tmp_path / "ds", "open")
+    flags = shlex.split("--policy.type wam --policy.world effort --steps 1 --batch_size 4")
+    job = _job(
+        parse(["train", *flags, "--dataset.root", str(data), "--output_dir", f"{tmp_path}/run"])
+    )
+    with pytest.raises(ConfigError, match=r"policy\.world names 'effort', but what"):
+        train(job, StopRequest())
+
+
+@pytest.mark.parametrize("config", [ACTConfig, RewardConfig])
+def test_numbers_of_tasks_are_learned_where_there_are_several(
+    config: type[ACTConfig | RewardConfig],
+) -> None:
+    assert config().knows_task_numbers(2)
+    assert not config().knows_task_numbers(1)
+    assert not config(use_task=False).knows_task_numbers(2)
+    assert not WAMConfig().knows_task_numbers(2)
 
 
 def test_entries_of_a_vector_in_another_order_are_refused(run: Path) -> None:

@@ -327,6 +327,9 @@ def test_narrow_precision_computes_and_learns() -> None:
     assert loss.item() != full.item()
 
 
-def test_only_observations_are_the_world():
-    with pytest.raises(ConfigError, match=r"names 'effort', but .* --dataset.rename effort=observ"):
-        WAMConfig(world=("observation.state", "effort"))
+def test_only_observations_are_the_world_of_a_new_run() -> None:
+    older = WAMConfig(world=("observation.state", "effort"))  # as a saved model may name it
+    (problem,) = older.new_run_problems()
+    assert problem.message.startswith("names 'effort', but ")
+    assert "--dataset.rename effort=observation.effort" in problem.remedy
+    assert not list(WAMConfig().new_run_problems())

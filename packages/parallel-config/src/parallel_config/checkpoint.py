@@ -37,7 +37,8 @@ class CheckpointConfig:
     keep_last: int | None = None
     """Checkpoints to keep, the last ones written; None keeps all."""
     keep_every: int | None = None
-    """Besides those of keep_last, which it needs, keep each whose step is a multiple of this."""
+    """Besides those of keep_last, keep each whose step is a multiple of this; without keep_last all
+    are kept anyway."""
     async_save: bool = False
     """Write in the background; training pauses only while the shards are copied."""
     verify: Literal["full", "fast"] = "full"
@@ -63,12 +64,6 @@ class CheckpointConfig:
                     f"= {value}, but it is at least 1.",
                     f"Use --checkpoint.{name} None to keep all.",
                 )
-        if self.keep_every is not None and self.keep_last is None:
-            yield Problem(
-                "checkpoint.keep_every",
-                f"= {self.keep_every}, but checkpoint.keep_last = None keeps all.",
-                "Use --checkpoint.keep_last 1 to keep just these and the newest.",
-            )
         try:
             parse_size(self.max_shard_size)
         except ValueError as error:

@@ -7,7 +7,7 @@ every task and every entry of a vector at its old place.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from parallel_config import ConfigError, Problem
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.spec import ACTION, DataSpec, Feature
+from parallel_train.policies.base import PolicyConfig
 from parallel_train.processors import CONFIG_FILE, Normalizer, Preprocessor
 
 _NEW_RUN = "or start a new run on these data, with another --output_dir"
@@ -64,8 +65,8 @@ class TrainedBefore:
         lines += [f"normalization of {name}: {saved[name].mode} -> none" for name in gone]
         return Preprocessor(kept, fresh.rename), lines
 
-    def check(self, dataset: LeRobotDataset, *, tasks_by_text: bool) -> list[str]:
-        """Lines about what is new in the data.
+    def check(self, dataset: LeRobotDataset, policy: PolicyConfig) -> list[str]:
+        """Lines about what is new in the data; only what `policy` reads can be a problem.
 
         Raises:
             ConfigError: what the weights learned would mean something else with these data.
@@ -74,8 +75,9 @@ class TrainedBefore:
         problems: list[Problem] = []
         lines: list[str] = []
         if saved is not None:
-            problems += _feature_problems(saved, dataset.spec)
-            if not tasks_by_text:
+            problems += _feature_problems(saved, dataset.spec, getattr(policy, "reads", _is_read))
+            numbered = getattr(policy, "knows_task_numbers", bool)
+            if numbered(len(saved.tasks)) or numbered(len(dataset.tasks)):
                 problems += _task_problems(saved.tasks, dataset.tasks)
             if saved.tasks != dataset.tasks:
                 lines.append(f"tasks of the dataset: {len(saved.tasks)} -> {len(dataset.tasks)}")
@@ -114,7 +116,13 @@ def _difference(old: Normalizer, new: Normalizer) -> str:
     return ""
 
 
-def _feature_problems(saved: DataSpec, now: DataSpec) -> Iterator[Problem]:
+def _is_read(name: str) -> bool:
+    return name == ACTION or name.startswith("observation.")
+
+
+def _feature_problems(
+    saved: DataSpec, now: DataSpec, is_read: Callable[[str], bool] = _is_read
+) -> Iterator[Problem]:
     if saved.fps != now.fps:
         yield _problem(
             f"has {now.fps:g} fps, but the checkpoint was trained at {saved.fps:g}: the same "
@@ -122,7 +130,7 @@ def _feature_problems(saved: DataSpec, now: DataSpec) -> Iterator[Problem]:
             f"Record or resample at {saved.fps:g} fps",
         )
     for name, old in saved.features.items():
-        if not (old.is_vector and (name == ACTION or name.startswith("observation."))):
+        if not (old.is_vector and is_read(name)):
             continue
         new = now.features.get(name)
         if new is None:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from parallel_config import ConfigError, OptimizerConfig, Problem, Topology
+from parallel_config.errors import report
 from parallel_engine import Loss, initialize, parameters_on_meta, unwrap
 from parallel_engine.materialize import require_filled
 from parallel_train.config import TrainConfig
@@ -34,7 +35,6 @@ from parallel_train.policies.answers import read_answer
 from parallel_train.policies.factory import (
     build_policy,
     load_pretrained,
-    policy_class,
     policy_json,
 )
 from parallel_train.processors import Preprocessor
@@ -92,14 +92,16 @@ def build_task(
         ConfigError: the dataset is no dataset, does not fit the policy, or is not what the weights
             of a resumed run were trained on.
     """
+    is_new = samples_seen == 0  # a resumed model is filled from its checkpoint
+    if is_new:
+        report(getattr(config.policy, "new_run_problems", tuple)())
     dataset, held_out = build_datasets(config)
     preprocessor = Preprocessor.from_stats(
         dataset.stats, config.policy.normalization(), config.dataset.rename
     )
     notes: list[str] = []
     if before is not None:
-        by_text = getattr(policy_class(config.policy), "tasks_by_text", False)
-        notes = before.check(dataset, tasks_by_text=by_text)
+        notes = before.check(dataset, config.policy)
         preprocessor, lines = before.preprocessor(preprocessor)
         notes += lines
     torch.manual_seed(config.seed)
@@ -108,7 +110,6 @@ def build_task(
     for name, (low, high) in getattr(config.policy, "value_ranges", dict)().items():
         for part in filter(None, (dataset, held_out)):
             part.check_range(name, low, high)
-    is_new = samples_seen == 0  # a resumed model is filled from its checkpoint
     if is_new and not config.meta_init:
         load_pretrained(model)
     sampler = GlobalBatchSampler(

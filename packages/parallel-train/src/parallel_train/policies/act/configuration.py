@@ -87,6 +87,10 @@ class ACTConfig(PolicyConfig):
         modes = {"observation.": self.state_normalization, "action": self.action_normalization}
         return {**modes, **cameras}
 
+    def knows_task_numbers(self, num_tasks: int) -> bool:
+        """Whether a model for that many tasks learns what each number of a task stands for."""
+        return self.use_task and num_tasks > 1
+
     def _problems(self) -> Iterator[Problem]:
         for name in _POSITIVE:
             if getattr(self, name) < 1:

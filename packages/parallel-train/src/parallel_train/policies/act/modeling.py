@@ -75,8 +75,9 @@ class ObservationTokens(nn.Module):
         self.names = tuple(spec.observation_vectors())
         widths = spec.observation_vectors().values()
         self.vectors = nn.ModuleList(XavierLinear(width, config.dim_model) for width in widths)
-        several = config.use_task and len(spec.tasks) > 1
-        self.task = nn.Embedding(len(spec.tasks), config.dim_model) if several else None
+        count = len(spec.tasks)
+        numbered = config.knows_task_numbers(count)
+        self.task = nn.Embedding(count, config.dim_model) if numbered else None
 
     @property
     def num_tokens(self) -> int:

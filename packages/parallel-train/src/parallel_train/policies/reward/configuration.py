@@ -74,6 +74,14 @@ class RewardConfig(PolicyConfig):
         """Between which values a feature must lie, by name; checked when a run starts."""
         return {} if self.label is None else {self.label: (0.0, 1.0)}
 
+    def knows_task_numbers(self, num_tasks: int) -> bool:
+        """Whether a model for that many tasks learns what each number of a task stands for."""
+        return self.use_task and num_tasks > 1
+
+    def reads(self, name: str) -> bool:
+        """Whether a vector of that name is read, where the dataset has it."""
+        return name.startswith("observation.") and name != self.label
+
     def _problems(self) -> Iterator[Problem]:
         for name in ("dim_model", "n_layers"):
             if getattr(self, name) < 1:

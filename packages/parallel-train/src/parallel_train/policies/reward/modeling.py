@@ -82,14 +82,14 @@ class RewardModel(PretrainedPolicy):
         super().__init__()
         self.config, self.spec = config, spec
         self.names = _inputs(config, spec)
-        several = config.use_task and len(spec.tasks) > 1
+        numbered = config.knows_task_numbers(len(spec.tasks))
         width = sum(spec.dim(name) for name in self.names)
         self.observation = nn.Linear(width, config.dim_model) if self.names else None
         require_cameras(spec, config.cameras)
         self.glance = Glance(config) if config.cameras else None
         if self.glance is not None:
             self._fsdp_wrap_modules += self.glance.image.wrap_modules
-        self.task = nn.Embedding(len(spec.tasks), config.dim_model) if several else None
+        self.task = nn.Embedding(len(spec.tasks), config.dim_model) if numbered else None
         self.blocks = nn.ModuleList(
             RewardBlock(config.dim_model, config.dropout) for _ in range(config.n_layers)
         )

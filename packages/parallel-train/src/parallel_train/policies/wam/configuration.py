@@ -170,13 +170,16 @@ class WAMConfig(PolicyConfig):
         modes = {"observation.": self.state_normalization, "action": self.action_normalization}
         return {**modes, **cameras}
 
-    def _problems(self) -> Iterator[Problem]:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield _problem(name, f"= {value}, but it is at least 1.", "1 or more")
-        if self.preset not in PRESETS:
-            yield _problem("preset", f"= {self.preset!r} is unknown.", " or ".join(PRESETS))
+    def knows_task_numbers(self, num_tasks: int) -> bool:
+        """A task is its text: a resumed run may meet others, or the same by other numbers."""
+        return False
+
+    def reads(self, name: str) -> bool:
+        """Whether a vector of that name is read."""
+        return name == "action" or name in self.world
+
+    def new_run_problems(self) -> Iterator[Problem]:
+        """What a new run is refused for, though models that have it are loaded and resumed."""
         strange = [name for name in self.world if not name.startswith("observation.")]
         if strange:
             yield Problem(
@@ -185,6 +188,14 @@ class WAMConfig(PolicyConfig):
                 "nothing else is checked and normalized.",
                 f"Use --dataset.rename {strange[0]}=observation.{strange[0]}, and that name.",
             )
+
+    def _problems(self) -> Iterator[Problem]:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                yield _problem(name, f"= {value}, but it is at least 1.", "1 or more")
+        if self.preset not in PRESETS:
+            yield _problem("preset", f"= {self.preset!r} is unknown.", " or ".join(PRESETS))
         if not self.world:
             yield _problem("world", "= [] names no observation.", "observation.state")
         if self.n_action_steps is not None and self.n_action_steps > self.chunk_size:

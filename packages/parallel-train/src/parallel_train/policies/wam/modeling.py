@@ -73,8 +73,6 @@ class WAMPolicy(PretrainedPolicy):
 
     _fsdp_wrap_modules: ClassVar[list[str]] = ["MoTLayer"]
     _fsdp_forward_methods: ClassVar[list[str]] = ["predict_action_chunk", "predict_future"]
-    tasks_by_text: ClassVar[bool] = True
-    """A task is its text, so a resumed run may meet other tasks, or the same by other numbers."""
     text_table: Tensor
 
     def __init__(self, config: WAMConfig, spec: DataSpec) -> None:
