@@ -312,6 +312,17 @@ def with_fp16_scaler(on_nonfinite):
     return engine, model, scaled, scaler
 
 
+def test_a_loop_of_ones_own_may_clip_by_accelerate():
+    engine, model, optimizer, _ = with_fp16_scaler("error")
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with engine.micro_batch(model, 0, 1):
+            engine.backward(model(rows()))
+        engine.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        engine.update(optimizer, None)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 class Overflow(torch.autograd.Function):
     """Its gradient is infinite while the scale is above a limit, as in fp16."""
 
@@ -361,6 +372,7 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
     bad, good = [(rows(), "nan")], [(rows(), "well")]
     with pytest.raises(NonFiniteError, match="loss = nan"):
         engine.step(model, optimizer, None, bad, loss_fn)
+    assert not engine.step(model, optimizer, None, good, loss_fn).skipped
     engine, model, optimizer, _ = with_fp16_scaler("skip")
     before = [p.detach().clone() for p in model.parameters()]
     report = engine.step(model, optimizer, None, bad, loss_fn)

@@ -123,9 +123,9 @@ def test_a_damaged_config_is_not_what_a_run_goes_on_with(run):
     assert parse(["resume", str(run)]).command.run.steps == 6
 
 
-def begun(*words):
+def begun(*words, ranks=1):
     """What `train` with these words would decide, presence and all."""
-    return decide_start(training._job(parse(["train", *map(str, words)])), world_size=1)
+    return decide_start(training._job(parse(["train", *map(str, words)])), world_size=ranks)
 
 
 def test_auto_goes_on_with_the_checkpoints_config(run, tmp_path):
@@ -142,16 +142,65 @@ def test_auto_goes_on_with_the_checkpoints_config(run, tmp_path):
     assert (fresh.steps, fresh.batch_size) == (9, 32)
 
 
-def test_a_section_of_the_file_is_given_like_flags(run, tmp_path):
-    auto = "--output_dir", run, "--resume", "auto", "--steps", 8
+def test_degrees_that_are_new_in_the_file_are_given_like_flags(run, tmp_path):
+    auto = "--output_dir", run, "--resume", "auto", "--batch_size", 2, "--allow_batch_change"
     file = tmp_path / "mine.toml"
     file.write_text("[parallelism]\ndp_shard = 2\n")
     with pytest.raises(ConfigError, match="dp_shard"):
         begun(*auto, "--config", file)
     assert begun(*auto).topology.world_size == 1
-    file.write_text("[accelerator.gradient_accumulation]\nsteps = 2\n")
-    with pytest.raises(ConfigError, match="global batch is 4"):
-        begun(*auto, "--config", file)
+    assert begun(*auto, "--config", file, ranks=2).topology.dp_shard == 2
+    # The degrees that it had at the start were meant for the ranks of then.
+    as_of(run, dp_replicate=1, dp_shard=4)
+    file.write_text("[parallelism]\ndp_shard = 4\n")
+    found = begun(*auto, "--config", file, ranks=2).topology
+    assert (found.dp_replicate, found.dp_shard) == (1, 2)
+
+
+def as_of(run, **parallelism):
+    """The newest checkpoint as if its run had had these degrees."""
+    newest = run / "checkpoints/000006"
+    config = newest / "pretrained_model/train_config.json"
+    document = json.loads(config.read_text())
+    document["parallelism"] |= parallelism
+    document["accelerator"]["gradient_accumulation"]["sync_each_batch"] = True
+    config.write_text(json.dumps(document))
+    path = newest / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["topology"] |= parallelism
+    manifest["provenance"] |= {f"declared_{name}": value for name, value in parallelism.items()}
+    for record in manifest["files"]:
+        if record["path"] == "pretrained_model/train_config.json":
+            data = config.read_bytes()
+            record |= {"checksum": hash_bytes(data), "size_bytes": len(data)}
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_degree_that_is_given_goes_with_the_default_of_the_other(run):
+    """Not with the one that was resolved for the ranks of then: 8 replicas are no FSDP."""
+    as_of(run, dp_replicate=4, dp_shard=1)
+    auto = "--output_dir", run, "--resume", "auto", "--batch_size", 4
+    for degree in (-1, 4):
+        found = begun(*auto, "--parallelism.dp_shard", degree, ranks=4).topology
+        assert (found.dp_replicate, found.dp_shard) == (1, 4)
+
+
+def test_the_rest_of_the_accumulation_stays_when_its_steps_are_fitted(run):
+    as_of(run, dp_replicate=1, dp_shard=4)
+    found = begun("--output_dir", run, "--resume", "auto", ranks=2).config.accelerator
+    assert found.gradient_accumulation.steps == 2
+    assert found.gradient_accumulation.sync_each_batch
+
+
+def test_a_mapping_in_the_file_replaces_the_checkpoints(run, tmp_path):
+    file = tmp_path / "mine.json"
+    rename = {"observation.state": "observation.body"}
+    auto = "--output_dir", run, "--resume", "auto", "--config", file
+    file.write_text(json.dumps({"dataset": {"rename": rename}}))
+    below = parse(["train", *map(str, auto)]).command.run.dataset
+    assert (below.rename, below.episodes) == (rename, (0,))
+    file.write_text(json.dumps({"dataset": {"rename": {}}}))
+    assert parse(["train", *map(str, auto)]).command.run.dataset.rename == {}
 
 
 def test_must_needs_something_to_continue(tmp_path):

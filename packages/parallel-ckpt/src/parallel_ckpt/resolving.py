@@ -68,7 +68,7 @@ def newest_intact(
     ranks = all_ranks("newest_intact")
     run = RunFolder(Path(run_dir).expanduser().absolute())
     skipped: list[tuple[Path, str]] = []
-    for path in ranks.on_main(lambda: _newest_first(run)):
+    for path in ranks.on_main(lambda: newest_first(run)):
         try:
             verify_on_all(StepFolder(path), verify, ranks)
         except CheckpointError as error:
@@ -110,11 +110,11 @@ def _newest(run: RunFolder) -> StepFolder | None:
     last = read_last(run)
     if last is not None:
         return run.step(last)
-    steps = _newest_first(run)
+    steps = newest_first(run)
     return StepFolder(steps[0]) if steps else None
 
 
-def _newest_first(run: RunFolder) -> list[Path]:
+def newest_first(run: RunFolder) -> list[Path]:
     """Committed step folders, the one committed last first; unreadable ones by their number."""
     found = [(sequence_of(run.step(step)), step) for step in run.committed_steps()]
     newer = max((sequence for sequence, _ in found if sequence is not None), default=0) + 1

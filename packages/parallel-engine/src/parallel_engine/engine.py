@@ -260,7 +260,8 @@ class Engine:
         """Windows of micro-batches, one per update, for as long as the caller asks.
 
         The loader is started again at its end, with `set_epoch` of itself and its samplers where
-        there is one, counted from `first_epoch`; a window runs on over that end. A micro-batch
+        there is one, counted from `first_epoch`; a window runs on over that end. Each batch must
+        be one of its own, not the former one refilled: a window holds several. A micro-batch
         moves to the device when it is taken out of its window. What the loader raises is told to
         the other ranks.
 
@@ -363,7 +364,11 @@ class Engine:
 
         Returns the norm before clipping, the same on every rank.
         """
-        self.accelerator.unscale_gradients()
+        try:
+            self.accelerator.unscale_gradients()
+        except RuntimeError as error:  # a loop of one's own may have clipped by accelerate before
+            if "already been called" not in str(error):
+                raise
         self._is_clipped = True
         if self.topology.is_sharded:
             _step.average_replicated(model, self.topology.dp_world_size)
@@ -476,6 +481,8 @@ class Engine:
             yield
         except BaseException:
             drop_gradients(model)
+            if self._is_clipped and self.accelerator.scaler is not None:
+                self.accelerator.scaler.update()  # or it would not unscale the next gradients
             self._is_clipped = False
             if self._order is not None:
                 self._order.forget()

@@ -14,7 +14,6 @@ from typing import Any
 
 from parallel_config import (
     ConfigError,
-    GradientAccumulationConfig,
     Kind,
     ParallelismConfig,
     Problem,
@@ -109,7 +108,7 @@ def kept_hyperparameters(changed: frozenset[str]) -> tuple[str, ...]:
     return tuple(sorted(keep))
 
 
-_SILENT = ("output_dir", "parallelism.", "accelerator.gradient_accumulation.")
+_SILENT = ("output_dir", "parallelism.", "accelerator.gradient_accumulation.steps")
 _HELD_OUT = (
     "an episode held out only from here on was trained on until this checkpoint, so its eval_loss "
     "is not that of unseen data"
@@ -191,7 +190,9 @@ def _keep_batch(
     found = global_batch(config, topology)
     before = config.accelerator.gradient_accumulation.steps
     if not accumulation_given and wanted % per_micro == 0:
-        accumulation = GradientAccumulationConfig(steps=wanted // per_micro)
+        accumulation = dataclasses.replace(
+            config.accelerator.gradient_accumulation, steps=wanted // per_micro
+        )
         accelerator = dataclasses.replace(config.accelerator, gradient_accumulation=accumulation)
         note = (
             f"accelerator.gradient_accumulation.steps: {before} -> {accumulation.steps} "

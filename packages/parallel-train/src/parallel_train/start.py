@@ -19,6 +19,7 @@ from parallel_ckpt import layout as ckpt_layout
 from parallel_ckpt.integrity import Verify
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.lock import RunLock
+from parallel_ckpt.manifest import Manifest
 from parallel_config import ConfigError, Problem, Topology, with_environment
 from parallel_config.environment import accelerate_variables, environment_wins
 from parallel_engine import from_main
@@ -204,6 +205,16 @@ def _require_same_optimizer(saved: TrainConfig, now: TrainConfig) -> None:
         )
 
 
+def _is_new_in_file(job: Job, manifest: Manifest) -> bool:
+    """Whether the config file gives other degrees than it did when the checkpoint was written.
+
+    The same ones were meant for the ranks of then: a requeue on others keeps the kind.
+    """
+    now, then = job.config.parallelism, manifest.provenance
+    declared = (then.get("declared_dp_replicate"), then.get("declared_dp_shard"))
+    return job.parallelism_in_file and declared != (now.dp_replicate, now.dp_shard)
+
+
 def _decide(
     job: Job, folder: RunFolder, checkpoint: Path | None, world_size: int, notes: list[str]
 ) -> Start:
@@ -225,7 +236,7 @@ def _decide(
         world_size=world_size,
         saved_topology=manifest.topology,
         saved_global_batch=global_batch(saved, manifest.topology),
-        parallelism_given=job.parallelism_given,
+        parallelism_given=job.parallelism_given or _is_new_in_file(job, manifest),
         accumulation_given=job.accumulation_given,
         allow_batch_change=job.allow_batch_change,
     )

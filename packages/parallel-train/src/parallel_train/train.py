@@ -51,9 +51,11 @@ class Job:
     output_dir_given: bool = False
     """Whether the output folder was given as a flag."""
     parallelism_given: bool = False
-    """Whether degrees were given, by flag or file."""
+    """Whether degrees were given as flags."""
+    parallelism_in_file: bool = False
+    """Whether the config file gives degrees: on resume they count where they are new there."""
     accumulation_given: bool = False
-    """Whether the accumulation was given, by flag or file."""
+    """Whether the accumulation was given as a flag."""
     stats_given: bool = False
     """Whether the source of statistics was given as a flag: a resumed run then takes them anew."""
     allow_batch_change: bool = False

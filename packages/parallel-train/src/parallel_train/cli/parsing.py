@@ -61,10 +61,9 @@ class Parsed:
     notes: tuple[str, ...] = ()
     """What reading an older config changed."""
 
-    def is_given(self, path: str) -> bool:
-        """Whether a flag or the config file gives `path`, or something below it."""
-        below = any(name == path or name.startswith(f"{path}.") for name in self.in_file)
-        return below or argv_flags.is_given(self.argv[1:], path)
+    def is_in_file(self, path: str) -> bool:
+        """Whether the config file gives `path`, or something below it."""
+        return any(name == path or name.startswith(f"{path}.") for name in self.in_file)
 
 
 def parse(argv: Sequence[str]) -> Parsed:
@@ -173,19 +172,25 @@ def _over_checkpoint(
     named = POLICIES.name_of(given.config.policy) if "policy" in own else None
     repeated = argv_flags.value_of(words, "policy.type") or named
     saved = read_config(file, trusted=False, repeated_type=repeated)
+    below = SCHEMA.to_document(saved.config)
+    if "parallelism" in own or argv_flags.is_given(words, "parallelism"):
+        # A degree that is given does not go with the other one that was resolved for other ranks.
+        below = {**below, "parallelism": SCHEMA.to_document(TrainConfig())["parallelism"]}
     if named not in (None, POLICIES.name_of(saved.config.policy)):
         own = {**own, "policy": SCHEMA.to_document(given.config)["policy"]}
-        merged = _merged({**SCHEMA.to_document(saved.config), "policy": {}}, own)
-    else:
-        merged = _merged(SCHEMA.to_document(saved.config), own)
+        below = {**below, "policy": own["policy"]}
+    merged = _merged(below, own, saved.config)
     loaded = SCHEMA.from_document(merged, source=str(file), trusted=True)
     return Loaded(loaded.config, (*given.notes, *saved.notes), saved.left_out)
 
 
-def _merged(below: Any, above: Any) -> Any:
-    if not (isinstance(below, dict) and isinstance(above, dict)):
+def _merged(below: Any, above: Any, section: Any) -> Any:
+    """The document of a section with the values above it; mappings and other kinds replace."""
+    is_section = dataclasses.is_dataclass(section) and isinstance(above, dict)
+    if not is_section or above.get("type", below.get("type")) != below.get("type"):
         return above
-    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+    parts = {k: _merged(below.get(k), v, getattr(section, k, None)) for k, v in above.items()}
+    return {**below, **parts}
 
 
 def _leaves(document: Any, path: str = "") -> Iterator[str]:
@@ -234,11 +239,12 @@ def _config_file(path: str) -> Path:
     The other files are checked later; a number that was damaged in this one would go unseen.
     """
     from parallel_ckpt import RunFolder, StepFolder, resolve_checkpoint
+    from parallel_ckpt.resolving import newest_first
 
     newest = StepFolder(resolve_checkpoint(path))
     run = RunFolder(Path(path).expanduser().absolute())
     if run.checkpoints.is_dir():
-        steps = [newest, *(run.step(step) for step in reversed(run.committed_steps()))]
+        steps = [newest, *map(StepFolder, newest_first(run))]
         newest = next(filter(_has_intact_config, steps), newest)
     return newest.train_config
 

@@ -130,8 +130,11 @@ def _job(parsed: Parsed) -> Job:
         resume="must" if resume else command.resume,
         checkpoint=Path(command.path) if resume else None,
         output_dir_given=argv_flags.is_given(parsed.argv, "output_dir"),
-        parallelism_given=parsed.is_given("parallelism"),
-        accumulation_given=parsed.is_given("accelerator.gradient_accumulation.steps"),
+        parallelism_given=argv_flags.is_given(parsed.argv, "parallelism"),
+        parallelism_in_file=parsed.is_in_file("parallelism"),
+        accumulation_given=argv_flags.is_given(
+            parsed.argv, "accelerator.gradient_accumulation.steps"
+        ),
         stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
         allow_batch_change=command.allow_batch_change,
         notes=parsed.notes,
