@@ -392,19 +392,6 @@ def test_a_model_is_sent_with_its_common_files_whoever_wrote_them(hub, tmp_path)
     assert said[0] == "not sent, being no file of a model: key.pem, more.json/, notes.txt, wandb/"
 
 
-def test_all_that_save_pretrained_was_given_is_sent(hub, tmp_path):
-    class Words:
-        def save_pretrained(self, folder):
-            (folder / "words").mkdir()
-            (folder / "words" / "en.txt").write_text("a b")
-
-    (tmp_path / "diary.txt").write_text("mine")
-    save_pretrained(TinyModel(), tmp_path, files={"stoi.txt": "a b"}, processors=[Words()])
-    assert publish_checkpoint(tmp_path, CONFIG).ok
-    sent = set(hub.files("user/model"))
-    assert sent == {"README.md", "model.safetensors", "stoi.txt", "words/en.txt"}
-
-
 @pytest.mark.parametrize("name", ["config.json", "train_config.json"])
 def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
     """Nor could the paths in it be taken out."""

@@ -28,7 +28,7 @@ from parallel_publish.sharing import DOCUMENTS
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
 _BUILT = ".built.json"
-"""In a folder of ours: the names of what was put into it, whatever a person adds later."""
+"""In a bundle of ours: the names of what was put into it, whatever a person adds later."""
 _MODEL_FILES = re.compile(
     r"[^.].*\.(json|safetensors|jinja|spm|model)"
     r"|chat_template\.\w+|tokenizer\.[\w.]+|vocab\.(txt|bpe)|merges\.txt"
@@ -179,7 +179,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def seal(folder: Path) -> None:
-    """Note what a folder of ours consists of, when it is written: all of it is sent later."""
+    """Note what a bundle of ours consists of, when it is built: all of it is sent later."""
     files = (path for path in folder.rglob("*") if path.is_file())
     names = sorted(path.relative_to(folder).as_posix() for path in files)
     shown = [name for name in names if not name.startswith(".")]

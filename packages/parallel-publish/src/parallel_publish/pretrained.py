@@ -28,7 +28,7 @@ from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.shards import unwrap
 from parallel_config.checkpoint import parse_size
 from parallel_publish.building import cast, fill, materialize, meta_names, parameters_on_meta, plain
-from parallel_publish.bundle import is_weight_file, remove_stale_weights, seal, write_files
+from parallel_publish.bundle import is_weight_file, remove_stale_weights, write_files
 from parallel_publish.config import is_repo_id
 from parallel_publish.errors import PublishError
 from parallel_publish.processors import Processor
@@ -162,7 +162,6 @@ def save_pretrained(
     def finish() -> None:
         try:
             write_files(fresh, files or {}, processors)
-            seal(fresh)
             _move(fresh, target)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)

@@ -205,7 +205,12 @@ def stage_trained_model(
         model, folder, files=documents, processors=processors, max_shard_size=max_shard_size
     )
     info = (card or CardInfo(train_config=train_config)).with_config(config)
-    ranks.on_main(lambda: write_card(folder, info, repo_id=target.repo_id))
+
+    def finish() -> None:
+        write_card(folder, info, repo_id=target.repo_id)
+        seal(folder)
+
+    ranks.on_main(finish)
     return Staged(folder=folder, target=target)
 
 
