@@ -111,6 +111,7 @@ def train(device, degrees, knob):
         parallelism=ParallelismConfig(**degrees), accelerator=KNOBS[knob], device=device
     )
     model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    assert any(isinstance(p, DTensor) for p in model.parameters()) == engine.topology.is_sharded
     reports = [
         engine.step(model, optimizer, None, window(engine, number), loss_fn, clip_norm=0.5)
         for number in range(UPDATES)

@@ -172,6 +172,7 @@ def losses(degrees):
         device="cpu",
     )
     model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    assert any(isinstance(p, DTensor) for p in model.parameters()) == engine.topology.is_sharded
     x, y = torch.randn(16, 8), torch.arange(16)
     batch = {"x": x, "y": y, "at": torch.full((16,), 1.001)}
     with torch.no_grad():

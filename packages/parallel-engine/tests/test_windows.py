@@ -72,7 +72,9 @@ def prepared(degrees, accumulation=1, lr=0.0, **knobs):
     engine = Engine(
         parallelism=ParallelismConfig(**degrees), accelerator=config, device="cpu", **knobs
     )
-    return engine, *engine.prepare(model, optimizer, None, None)[:2]
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    assert any(isinstance(p, DTensor) for p in model.parameters()) == engine.topology.is_sharded
+    return engine, model, optimizer
 
 
 def loss_fn(model, batch):
