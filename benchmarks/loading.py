@@ -35,7 +35,7 @@ from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.order import GlobalBatchSampler
 from parallel_train.data.writing import Episode, write_dataset
-from parallel_train.task import Task, build_task
+from parallel_train.run.task import Task, build_task
 
 BATCH = 8
 NUM_BATCHES = 24

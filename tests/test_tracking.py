@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from parallel_config import ConfigError
-from parallel_train import tracking
 from parallel_train.config import LoggingConfig
+from parallel_train.metrics import trackers as tracking
 
 
 def test_tensorboard_and_wandb_show_the_rows(ptrain, small):

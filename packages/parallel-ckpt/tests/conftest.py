@@ -8,8 +8,8 @@ ranks._PRELOAD.extend(
     for name in (
         "torch._dynamo",
         "torch.distributed.fsdp",
-        "parallel_ckpt.saving",
-        "parallel_ckpt.restoring",
+        "parallel_ckpt.save.saver",
+        "parallel_ckpt.load.resume",
     )
     if name not in ranks._PRELOAD
 )

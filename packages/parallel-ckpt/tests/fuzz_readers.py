@@ -20,11 +20,11 @@ from pathlib import Path
 
 from parallel_ckpt import StepFolder
 from parallel_ckpt.convert import convert
-from parallel_ckpt.dcp_reader import parse_metadata
 from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.dcp import parse_metadata
+from parallel_ckpt.formats.safetensors import read_header, read_index
 from parallel_ckpt.inspect import inspect
-from parallel_ckpt.manifest import read_manifest
-from parallel_ckpt.safetensors_reader import read_header, read_index
+from parallel_ckpt.store.manifest import read_manifest
 from parallel_ckpt.verify import verify
 
 GOLDEN = Path(__file__).parent / "golden" / "v1" / "good_fsdp2"

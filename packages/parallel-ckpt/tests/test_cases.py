@@ -28,7 +28,6 @@ from parallel_ckpt import (
     Manifest,
     RunFolder,
     StateMismatch,
-    _ranks,
     load_weights,
     newest_intact,
     read_manifest,
@@ -36,11 +35,12 @@ from parallel_ckpt import (
     resolve_checkpoint,
     restore,
     save_weights,
-    weights,
-    writing,
 )
+from parallel_ckpt import ranks as _ranks
 from parallel_ckpt.convert import convert
 from parallel_ckpt.inspect import inspect
+from parallel_ckpt.save import rank_files as writing
+from parallel_ckpt.save import safetensors as weights
 from parallel_ckpt.verify import verify
 from parallel_config import CheckpointConfig, CheckpointFormat, Topology, is_agreed
 from parallel_testing.ranks import rank_outcomes, run_ranks

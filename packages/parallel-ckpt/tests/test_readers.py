@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from parallel_ckpt import CheckpointError, DamagedCheckpoint, load_weights
 from parallel_ckpt.convert import convert
-from parallel_ckpt.dcp_reader import parse_metadata, read_dcp
+from parallel_ckpt.formats.dcp import parse_metadata, read_dcp
+from parallel_ckpt.formats.pickles import MalformedPickle, read_pickle
+from parallel_ckpt.formats.safetensors import read_header, read_index
 from parallel_ckpt.inspect import inspect
-from parallel_ckpt.manifest import parse_manifest
-from parallel_ckpt.safetensors_reader import read_header, read_index
-from parallel_ckpt.sources import DcpSource
-from parallel_ckpt.unpickling import MalformedPickle, read_pickle
+from parallel_ckpt.load.sources import DcpSource
+from parallel_ckpt.store.manifest import parse_manifest
 
 FOLDER = Path("folder")
 
@@ -334,7 +334,7 @@ BOUNDED = """
 import sys
 from pathlib import Path
 from parallel_ckpt.errors import CheckpointError
-from parallel_ckpt.dcp_reader import parse_metadata
+from parallel_ckpt.formats.dcp import parse_metadata
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 before = peak()

@@ -37,11 +37,11 @@ from parallel_ckpt import (
     save_weights,
 )
 from parallel_ckpt.layout import RunFolder
-from parallel_ckpt.lock import RunLock
-from parallel_ckpt.optimizer_state import EXECUTION
-from parallel_ckpt.plain import dump_json, load_json
-from parallel_ckpt.retention import superseded
-from parallel_ckpt.rng import RngState
+from parallel_ckpt.state.optimizer import EXECUTION
+from parallel_ckpt.state.plain_json import dump_json, load_json
+from parallel_ckpt.state.rng import RngState
+from parallel_ckpt.store.lock import RunLock
+from parallel_ckpt.store.retention import superseded
 from parallel_config import CheckpointConfig, CheckpointFormat, Topology
 from parallel_testing.ranks import run_ranks
 

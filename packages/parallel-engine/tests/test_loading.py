@@ -19,7 +19,7 @@ from parallel_config import (
     ParallelismConfig,
 )
 from parallel_engine import Engine
-from parallel_engine.loading import prepare_loader
+from parallel_engine.loaders import prepare_loader
 from parallel_testing.ranks import run_ranks
 
 CPU = torch.device("cpu")

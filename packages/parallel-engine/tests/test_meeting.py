@@ -14,9 +14,9 @@ from torch.distributed import TCPStore
 from parallel_config import ConfigError, ParallelismConfig
 from parallel_config.environment import LaunchFacts
 from parallel_engine import Engine, connect, unwrap
-from parallel_engine._ranks import choose_device
 from parallel_engine.accelerate_build import launch_of, with_index
-from parallel_engine.meeting import fresh, meet
+from parallel_engine.process import choose_device
+from parallel_engine.rendezvous import fresh, meet
 from parallel_testing.ranks import rank_outcomes, run_ranks
 
 

@@ -314,7 +314,7 @@ def _fetch(folder):
 def _slowly(seconds, error):
     from datetime import timedelta
 
-    from parallel_ckpt import _ranks
+    from parallel_ckpt import ranks as _ranks
 
     ranks = _ranks.all_ranks()
     _ranks._set_timeout(ranks.group, timedelta(seconds=2))

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ckpt import StateMismatch
 from parallel_publish import PreTrainedModel, PublishError
-from parallel_publish.building import parameters_on_meta
+from parallel_publish.model_on_meta import parameters_on_meta
 from parallel_testing.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from parallel_train.data.writing import Episode, write_dataset
-from parallel_train.simulation import FPS, TASKS, Simulator, expert
+from parallel_train.sim.metaworld import FPS, TASKS, Simulator, expert
 
 SEED = 1000
 EPISODES_PER_TASK = 20

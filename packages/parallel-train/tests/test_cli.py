@@ -8,9 +8,9 @@ import pytest
 from parallel_config import ConfigError
 from parallel_train.cli.app import run
 from parallel_train.cli.flags import flag_table, normalize, positionals
+from parallel_train.cli.launcher import without_flags
 from parallel_train.cli.parsing import parse
 from parallel_train.config import SCHEMA, TrainConfig
-from parallel_train.launch import without_flags
 
 PROMISED = [
     "policy.dropout",

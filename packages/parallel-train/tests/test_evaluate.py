@@ -12,22 +12,22 @@ import torch
 
 from parallel_config import ConfigError
 from parallel_train.cli.app import run
-from parallel_train.cli.evaluating import Pictures
+from parallel_train.cli.evaluate import Pictures
 from parallel_train.data.config import EMBEDDED_ROOT, DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.spec import DataSpec, Feature
-from parallel_train.evaluate import Played, evaluate_policy, wilson
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.act.modeling import ACTPolicy
-from parallel_train.processors import Preprocessor
+from parallel_train.policies.processors import Preprocessor
+from parallel_train.sim.evaluate import Played, evaluate_policy, wilson
 
 pytest.importorskip("metaworld", reason="needs the extra sim")
 
 from PIL import Image
 
-from parallel_train.drawing import SIZE, draw_rollout
-from parallel_train.rendering import HEIGHT, WIDTH, Renderer
-from parallel_train.simulation import TASKS, Simulator, expert
+from parallel_train.sim.draw import SIZE, draw_rollout
+from parallel_train.sim.metaworld import TASKS, Simulator, expert
+from parallel_train.sim.render import HEIGHT, WIDTH, Renderer
 
 
 class Replay(torch.nn.Module):

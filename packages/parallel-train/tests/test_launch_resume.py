@@ -9,20 +9,21 @@ import threading
 import pytest
 
 from parallel_ckpt import DamagedCheckpoint
-from parallel_ckpt.hashing import hash_bytes
+from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.layout import RunFolder
-from parallel_ckpt.lock import RunLock
+from parallel_ckpt.store.lock import RunLock
 from parallel_config import ConfigError
 from parallel_testing.ranks import run_ranks
-from parallel_train import start
-from parallel_train.cli import app, training
+from parallel_train.cli import app
+from parallel_train.cli import train as training
 from parallel_train.cli.parsing import parse
 from parallel_train.config import read_config
 from parallel_train.data.config import EMBEDDED_ROOT
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.loading import load_policy
-from parallel_train.signals import StopRequest
-from parallel_train.start import decide_start
+from parallel_train.run import start
+from parallel_train.run.signals import StopRequest
+from parallel_train.run.start import decide_start
 from parallel_train.train import Job, train
 
 SMALL = shlex.split(

@@ -38,7 +38,7 @@ def train(name: str, replicate: int, shard: int) -> dict[str, Any]:
     from parallel_train.data.loader import build_loader
     from parallel_train.data.order import GlobalBatchSampler
     from parallel_train.policies.factory import build_policy
-    from parallel_train.processors import Preprocessor
+    from parallel_train.policies.processors import Preprocessor
 
     engine = Engine(
         parallelism=ParallelismConfig(dp_replicate=replicate, dp_shard=shard),
@@ -130,7 +130,7 @@ def train_on_two_nodes(folder: Path) -> None:
     """Each rank in a folder of its own; only the first holds the dataset."""
     from parallel_train.config import TrainConfig
     from parallel_train.data.config import DatasetConfig
-    from parallel_train.signals import StopRequest
+    from parallel_train.run.signals import StopRequest
     from parallel_train.train import Job
     from parallel_train.train import train as train_job
 
@@ -159,8 +159,8 @@ def train_until_a_sink_is_full(folder: Path) -> None:
     from parallel_config import CheckpointConfig
     from parallel_train import train
     from parallel_train.config import TrainConfig
-    from parallel_train.signals import StopRequest
-    from parallel_train.sinks import LineSink, Sinks
+    from parallel_train.metrics.sinks import LineSink, Sinks
+    from parallel_train.run.signals import StopRequest
 
     class Full(LineSink):
         def note(self, line: str) -> None:

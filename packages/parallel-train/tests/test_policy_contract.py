@@ -19,9 +19,9 @@ from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.policies.answers import read_answer
 from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.factory import build_policy, policy_class
+from parallel_train.policies.processors import Preprocessor
 from parallel_train.policies.registry import POLICIES
-from parallel_train.processors import Preprocessor
-from parallel_train.task import policy_loss
+from parallel_train.run.task import policy_loss
 
 SPEC = DataSpec(
     10, {"observation.state": Feature("float32", (2,)), "action": Feature("float32", (1,))}

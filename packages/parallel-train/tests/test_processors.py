@@ -11,7 +11,7 @@ import torch
 
 from parallel_config import ConfigError
 from parallel_train.data.stats import Stats
-from parallel_train.processors import Postprocessor, Preprocessor
+from parallel_train.policies.processors import Postprocessor, Preprocessor
 
 GENERATOR = np.random.default_rng(0)
 FRAMES = (GENERATOR.normal(size=(500, 4)) * [3, 0.01, 1, 1] + [100, -2, 0, 0]).astype(np.float32)

@@ -23,10 +23,10 @@ from parallel_train.cli.from_hub import fetched
 from parallel_train.cli.parsing import parse
 from parallel_train.config import TrainConfig
 from parallel_train.data.config import EMBEDDED_ROOT
+from parallel_train.hub.run_publisher import RunPublisher
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.loading import load_policy
-from parallel_train.publishing import RunPublisher
-from parallel_train.run_folder import RunFolder
+from parallel_train.run.folder import RunFolder
 
 pytestmark = pytest.mark.filterwarnings(CLIENT_WARNING)
 TRAIN = [
@@ -409,7 +409,7 @@ def pushed(hub, ptrain, strangers, monkeypatch):
 
 def _replace(checkpoint, name, document):
     """Change a file of a checkpoint as its owner could: the manifest fits."""
-    from parallel_ckpt.hashing import hash_bytes
+    from parallel_ckpt.formats.hashing import hash_bytes
 
     data = document if isinstance(document, bytes) else json.dumps(document).encode()
     (checkpoint / name).write_bytes(data)

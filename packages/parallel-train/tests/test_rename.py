@@ -25,7 +25,7 @@ from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.loading import load_policy
-from parallel_train.processors import Preprocessor
+from parallel_train.policies.processors import Preprocessor
 
 pytestmark = pytest.mark.filterwarnings(CLIENT_WARNING)
 DATA = Path(__file__).parent / "data"

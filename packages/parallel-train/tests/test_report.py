@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from parallel_train.cli.app import run
-from parallel_train.report import draw_report, read_rows
+from parallel_train.metrics.report import draw_report, read_rows
 
 
 def rows(count, **extra):

@@ -15,15 +15,15 @@ import torch
 
 from parallel_config import ConfigError
 from parallel_train.cli.parsing import parse
-from parallel_train.cli.training import _job
+from parallel_train.cli.train import _job
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.data.writing import Episode, write_dataset
 from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.processors import Preprocessor
 from parallel_train.policies.reward.configuration import RewardConfig
 from parallel_train.policies.wam.configuration import WAMConfig
-from parallel_train.processors import Preprocessor
-from parallel_train.resumed_data import _feature_problems
-from parallel_train.signals import StopRequest
+from parallel_train.run.same_data import _feature_problems
+from parallel_train.run.signals import StopRequest
 from parallel_train.train import train
 
 SMALL = shlex.split(

@@ -16,14 +16,14 @@ from parallel_config import (
 from parallel_train.cli.parsing import parse
 from parallel_train.config import TrainConfig
 from parallel_train.data.split import EvalConfig
-from parallel_train.resume import (
+from parallel_train.run.adapt import (
     adapt,
     changed_paths,
     differences,
     global_batch,
     kept_hyperparameters,
 )
-from parallel_train.signals import StopRequest
+from parallel_train.run.signals import StopRequest
 from parallel_train.train import Job, train
 
 

@@ -18,10 +18,10 @@ from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.order import GlobalBatchSampler
 from parallel_train.data.spec import NUMBERS, DataSpec, Feature
+from parallel_train.policies.processors import Preprocessor
 from parallel_train.policies.reward.configuration import RewardConfig
 from parallel_train.policies.reward.modeling import RewardModel
-from parallel_train.processors import Preprocessor
-from parallel_train.task import build_task
+from parallel_train.run.task import build_task
 
 SPEC = DataSpec(
     10,

@@ -76,7 +76,7 @@ def train_on_ranks(shard: int, folder: str) -> None:
     from parallel_config import CheckpointFormat, ParallelismConfig
     from parallel_train.config import TrainConfig
     from parallel_train.data.config import DatasetConfig
-    from parallel_train.signals import StopRequest
+    from parallel_train.run.signals import StopRequest
     from parallel_train.train import Job, train
 
     config = TrainConfig(

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from parallel_train import signals
-from parallel_train.signals import (
+from parallel_train.run import signals
+from parallel_train.run.signals import (
     STOP_SIGNALS,
     StopRequest,
     held_back,
@@ -58,7 +58,7 @@ def test_the_default_end_is_that_of_a_process_that_died_of_the_signal():
 
 def test_a_signal_before_a_process_can_answer_waits_for_it():
     script = (
-        "import os, signal, time; from parallel_train.signals import StopRequest\n"
+        "import os, signal, time; from parallel_train.run.signals import StopRequest\n"
         "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)\n"
         "with StopRequest() as stop: print(stop.received.name)\n"
     )
@@ -96,6 +96,6 @@ def test_a_number_that_is_no_descriptor_here_is_no_request():
 
 def test_the_launcher_starts_in_a_moment():
     """It lives beside the ranks, and must not cost the memory and the seconds of torch."""
-    script = "import sys, parallel_train.launch, parallel_train.cli.training\n"
+    script = "import sys, parallel_train.cli.launcher, parallel_train.cli.train\n"
     script += "sys.exit('torch' in sys.modules)\n"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from parallel_train.sinks import LineSink, Row, Sinks
+from parallel_train.metrics.sinks import LineSink, Row, Sinks
 
 ROW = Row(step=3, loss=0.5, grad_norm=1.0, lr=1e-3, samples_seen=12, samples_per_s=7.0)
 

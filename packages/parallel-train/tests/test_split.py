@@ -8,7 +8,7 @@ from parallel_train.config import TrainConfig
 from parallel_train.data.config import EMBEDDED_ROOT, DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.split import EvalConfig, split_episodes
-from parallel_train.task import build_datasets
+from parallel_train.run.task import build_datasets
 
 
 @pytest.mark.parametrize(

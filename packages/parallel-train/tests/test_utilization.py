@@ -5,11 +5,11 @@ import torch
 
 from parallel_train.config import LoggingConfig, TrainConfig
 from parallel_train.data.config import DatasetConfig
+from parallel_train.metrics.mfu import flops_per_sample, samples_per_s_at_peak
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.factory import build_policy
 from parallel_train.policies.registry import POLICIES
-from parallel_train.task import build_datasets, never_trained
-from parallel_train.utilization import flops_per_sample, samples_per_s_at_peak
+from parallel_train.run.task import build_datasets, never_trained
 
 DATASET = DatasetConfig(episodes=(0,))
 

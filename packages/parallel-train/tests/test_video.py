@@ -22,7 +22,7 @@ from parallel_train.data.order import GlobalBatchSampler
 from parallel_train.data.writing import Episode, write_dataset
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.act.modeling import ACTPolicy
-from parallel_train.processors import Preprocessor
+from parallel_train.policies.processors import Preprocessor
 
 av = pytest.importorskip("av", reason="needs the extra vision")
 pytest.importorskip("torchvision", reason="needs the extra vision")

@@ -58,7 +58,7 @@ def train_and_sample(replicate: int, shard: int, folder: str) -> dict[str, Any]:
     from parallel_train.data.lerobot import LeRobotDataset
     from parallel_train.policies.factory import build_policy
     from parallel_train.policies.loading import load_policy
-    from parallel_train.signals import StopRequest
+    from parallel_train.run.signals import StopRequest
     from parallel_train.train import Job, train
 
     config = config_of(replicate, shard, folder)
@@ -99,7 +99,7 @@ def held_out_loss(replicate: int, shard: int, batch_size: int, seed: int) -> dic
 
     from parallel_engine import Engine, evaluate_loss
     from parallel_train.data.split import EvalConfig
-    from parallel_train.task import build_task
+    from parallel_train.run.task import build_task
 
     config = dataclasses.replace(
         config_of(replicate, shard, "unused"),

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from parallel_config import ConfigError
 from parallel_train.data.spec import DataSpec, Feature
+from parallel_train.policies.processors import Preprocessor
 from parallel_train.policies.wam.configuration import WAMConfig
 from parallel_train.policies.wam.modeling import WAMPolicy
 from parallel_train.policies.wam.tokens import NO_BYTE, PatchGrid, text_bytes
-from parallel_train.processors import Preprocessor
 
 TOP, SIDE = "observation.images.top", "observation.images.side"
 SPEC = DataSpec(

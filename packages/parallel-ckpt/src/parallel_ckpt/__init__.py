@@ -16,30 +16,30 @@ from parallel_ckpt.errors import DamagedCheckpoint as DamagedCheckpoint
 from parallel_ckpt.errors import StateMismatch as StateMismatch
 from parallel_ckpt.layout import RunFolder as RunFolder
 from parallel_ckpt.layout import StepFolder as StepFolder
-from parallel_ckpt.manifest import FORMAT_VERSION as FORMAT_VERSION
-from parallel_ckpt.manifest import Manifest as Manifest
-from parallel_ckpt.manifest import read_manifest as read_manifest
-from parallel_ckpt.resolving import newest_intact as newest_intact
-from parallel_ckpt.resolving import resolve_checkpoint as resolve_checkpoint
+from parallel_ckpt.store.find import newest_intact as newest_intact
+from parallel_ckpt.store.find import resolve_checkpoint as resolve_checkpoint
+from parallel_ckpt.store.manifest import FORMAT_VERSION as FORMAT_VERSION
+from parallel_ckpt.store.manifest import Manifest as Manifest
+from parallel_ckpt.store.manifest import read_manifest as read_manifest
 
 if TYPE_CHECKING:
-    from parallel_ckpt.restoring import Restored as Restored
-    from parallel_ckpt.restoring import Start as Start
-    from parallel_ckpt.restoring import load_weights as load_weights
-    from parallel_ckpt.restoring import read_start as read_start
-    from parallel_ckpt.restoring import restore as restore
-    from parallel_ckpt.saving import CheckpointSaver as CheckpointSaver
-    from parallel_ckpt.weights import save_weights as save_weights
+    from parallel_ckpt.load.resume import Restored as Restored
+    from parallel_ckpt.load.resume import Start as Start
+    from parallel_ckpt.load.resume import load_weights as load_weights
+    from parallel_ckpt.load.resume import read_start as read_start
+    from parallel_ckpt.load.resume import restore as restore
+    from parallel_ckpt.save.safetensors import save_weights as save_weights
+    from parallel_ckpt.save.saver import CheckpointSaver as CheckpointSaver
 
 # These need torch, whose import takes seconds: looking at a checkpoint does not wait for it.
 _WITH_TORCH = {
-    "Restored": "restoring",
-    "Start": "restoring",
-    "load_weights": "restoring",
-    "read_start": "restoring",
-    "restore": "restoring",
-    "CheckpointSaver": "saving",
-    "save_weights": "weights",
+    "Restored": "load.resume",
+    "Start": "load.resume",
+    "load_weights": "load.resume",
+    "read_start": "load.resume",
+    "restore": "load.resume",
+    "CheckpointSaver": "save.saver",
+    "save_weights": "save.safetensors",
 }
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_ckpt.contents import Contents
-from parallel_ckpt.dcp_reader import read_dcp
 from parallel_ckpt.errors import CheckpointError
-from parallel_ckpt.integrity import file_problems
+from parallel_ckpt.formats.dcp import read_dcp
+from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
+from parallel_ckpt.formats.safetensors import read_header
 from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder
-from parallel_ckpt.manifest import Manifest
-from parallel_ckpt.resolving import resolve_checkpoint
-from parallel_ckpt.safetensors_reader import read_header
-from parallel_ckpt.tensor_names import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
+from parallel_ckpt.store.contents import Contents
+from parallel_ckpt.store.find import resolve_checkpoint
+from parallel_ckpt.store.integrity import file_problems
+from parallel_ckpt.store.manifest import Manifest
 
 ByDtype = dict[str, tuple[int, int]]
 """Number and bytes of tensors by dtype."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_ckpt.integrity import file_problems
 from parallel_ckpt.layout import StepFolder
-from parallel_ckpt.manifest import Manifest, read_manifest
-from parallel_ckpt.resolving import resolve_checkpoint
+from parallel_ckpt.store.find import resolve_checkpoint
+from parallel_ckpt.store.integrity import file_problems
+from parallel_ckpt.store.manifest import Manifest, read_manifest
 from parallel_config import Problem
 
 

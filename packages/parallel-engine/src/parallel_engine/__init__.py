@@ -3,13 +3,6 @@
 See `parallel_engine.engine` for the five lines.
 """
 
-from parallel_engine._ranks import agree as agree
-from parallel_engine._ranks import any_rank as any_rank
-from parallel_engine._ranks import connect as connect
-from parallel_engine._ranks import from_main as from_main
-from parallel_engine._ranks import leave as leave
-from parallel_engine._ranks import part as part
-from parallel_engine._ranks import together as together
 from parallel_engine.ema import Ema as Ema
 from parallel_engine.ema import resume_average as resume_average
 from parallel_engine.engine import Engine as Engine
@@ -19,11 +12,18 @@ from parallel_engine.failures import PeerError as PeerError
 from parallel_engine.materialize import initialize as initialize
 from parallel_engine.materialize import parameters_on_meta as parameters_on_meta
 from parallel_engine.nonfinite import NonFiniteError as NonFiniteError
-from parallel_engine.order import UnitOrderError as UnitOrderError
 from parallel_engine.plan import ShardPlan as ShardPlan
 from parallel_engine.plan import UnitPlan as UnitPlan
 from parallel_engine.plan import plan as plan
+from parallel_engine.process import agree as agree
+from parallel_engine.process import any_rank as any_rank
+from parallel_engine.process import connect as connect
+from parallel_engine.process import from_main as from_main
+from parallel_engine.process import leave as leave
+from parallel_engine.process import part as part
+from parallel_engine.process import together as together
 from parallel_engine.step import Loss as Loss
 from parallel_engine.step import StepReport as StepReport
 from parallel_engine.step import UnusedParametersError as UnusedParametersError
+from parallel_engine.unit_order import UnitOrderError as UnitOrderError
 from parallel_engine.wrapping import unwrap as unwrap

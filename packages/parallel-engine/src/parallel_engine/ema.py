@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel_config import ConfigError, EMAConfig, Problem, clean_fqn
-from parallel_engine.building import inner_optimizer
+from parallel_engine.optimizers import inner_optimizer
 from parallel_engine.step import local
 from parallel_engine.wrapping import reshard
 

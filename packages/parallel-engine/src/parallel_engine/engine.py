@@ -29,7 +29,8 @@ from parallel_config import (
     with_environment,
 )
 from parallel_config.environment import LaunchFacts, check_environment
-from parallel_engine import _ranks, preflight
+from parallel_engine import preflight
+from parallel_engine import process as _ranks
 from parallel_engine import step as _step
 from parallel_engine.accelerate_build import (
     DTYPES,
@@ -37,12 +38,10 @@ from parallel_engine.accelerate_build import (
     require_as_configured,
     without_mesh_warnings,
 )
-from parallel_engine.alike import begin_alike, require_same_config
-from parallel_engine.building import OptimizerFactory, build, order_of_building, require
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
 from parallel_engine.failures import Failures
-from parallel_engine.loading import prepare_loader, windows
+from parallel_engine.loaders import prepare_loader, windows
 from parallel_engine.materialize import (
     Fill,
     allocate,
@@ -54,10 +53,12 @@ from parallel_engine.materialize import (
 )
 from parallel_engine.metrics import MetricNames
 from parallel_engine.nonfinite import NonFinite, OnNonFinite
-from parallel_engine.order import UnitOrder, UnitOrderError
+from parallel_engine.optimizers import OptimizerFactory, build, order_of_building, require
 from parallel_engine.plan import ShardPlan, plan
+from parallel_engine.same_on_ranks import begin_alike, require_same_config
 from parallel_engine.step import LossFn, StepReport
-from parallel_engine.units import checkpoint_units, compile_units
+from parallel_engine.unit_order import UnitOrder, UnitOrderError
+from parallel_engine.unit_transforms import checkpoint_units, compile_units
 from parallel_engine.wrapping import (
     drop_gradients,
     forward_methods,

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_config import is_agreed
-from parallel_engine.order import UnitOrder, certain_difference
+from parallel_engine.unit_order import UnitOrder, certain_difference
 
 POLL_S = 0.5
 HEARD_S = 5.0

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
 from parallel_config import ConfigError, Problem, agreed, clean_fqn
-from parallel_engine import _ranks
+from parallel_engine import process as _ranks
 
 Fill = Callable[[nn.Module], Any]
 """Collective: every rank. Writes values into a model's parameters and buffers, in place."""

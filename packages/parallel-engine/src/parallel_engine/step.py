@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import clean_fqn
-from parallel_engine.loading import to_device
+from parallel_engine.loaders import to_device
 from parallel_engine.metrics import MetricNames
 
 Metrics = Mapping[str, Tensor]

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from parallel_ckpt import DamagedCheckpoint, read_manifest, resolve_checkpoint
-from parallel_ckpt.integrity import Verify, file_problems
 from parallel_ckpt.layout import DCP, SAFETENSORS, SAFETENSORS_INDEX, TRAINING_STATE, StepFolder
-from parallel_ckpt.manifest import FileRecord
+from parallel_ckpt.store.integrity import Verify, file_problems
+from parallel_ckpt.store.manifest import FileRecord
 from parallel_config import Problem
 from parallel_config.checkpoint import parse_size
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, loss_curve_svg, render_card

@@ -28,11 +28,11 @@ from parallel_ckpt import (
     read_manifest,
     resolve_checkpoint,
 )
-from parallel_ckpt._ranks import all_ranks
-from parallel_ckpt.hashing import hash_bytes
-from parallel_ckpt.integrity import file_problems
+from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.layout import CHECKPOINTS, MANIFEST, TEMPORARY, step_name
-from parallel_ckpt.manifest import FileRecord, parse_manifest
+from parallel_ckpt.ranks import all_ranks
+from parallel_ckpt.store.integrity import file_problems
+from parallel_ckpt.store.manifest import FileRecord, parse_manifest
 from parallel_config import ConfigError, Problem
 from parallel_publish.errors import PublishError
 from parallel_publish.hub import (

@@ -23,14 +23,21 @@ import torch
 from torch import nn
 
 from parallel_ckpt import resolve_checkpoint, save_weights
-from parallel_ckpt._ranks import all_ranks
 from parallel_ckpt.layout import StepFolder
-from parallel_ckpt.shards import unwrap
+from parallel_ckpt.ranks import all_ranks
+from parallel_ckpt.state.shards import unwrap
 from parallel_config.checkpoint import parse_size
-from parallel_publish.building import cast, fill, materialize, meta_names, parameters_on_meta, plain
 from parallel_publish.bundle import is_weight_file, remove_stale_weights, write_files
 from parallel_publish.config import is_repo_id
 from parallel_publish.errors import PublishError
+from parallel_publish.model_on_meta import (
+    cast,
+    fill,
+    materialize,
+    meta_names,
+    parameters_on_meta,
+    plain,
+)
 from parallel_publish.processors import Processor
 from parallel_publish.retry import RetryPolicy
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from torch import nn
 
 from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
-from parallel_ckpt._ranks import all_ranks
 from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
-from parallel_ckpt.shards import unwrap
+from parallel_ckpt.ranks import all_ranks
+from parallel_ckpt.state.shards import unwrap
 from parallel_config import ConfigError
 from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import (

@@ -23,20 +23,20 @@ from parallel_ckpt import CheckpointSaver, StepFolder, read_start, restore
 from parallel_ckpt import Start as Opened
 from parallel_config.environment import accelerate_variables, check_environment, environment_wins
 from parallel_engine import Ema, Engine, any_rank, connect, from_main, resume_average, together
-from parallel_engine.loading import prepare_loader
+from parallel_engine.loaders import prepare_loader
 from parallel_train.config import SCHEMA, TrainConfig
-from parallel_train.loop import Loop, Prepared
+from parallel_train.hub.run_publisher import RunPublisher, finished_hint
+from parallel_train.metrics.mfu import samples_per_s_at_peak
+from parallel_train.metrics.sinks import JsonlSink, Sinks, console_sink
+from parallel_train.metrics.trackers import check_tracking, tracking_sinks
 from parallel_train.policies.registry import POLICIES
-from parallel_train.publishing import RunPublisher, finished_hint
-from parallel_train.resume import kept_hyperparameters
-from parallel_train.resumed_data import TrainedBefore, sizes
-from parallel_train.run_folder import RunFolder
-from parallel_train.signals import PREEMPTED, StopRequest
-from parallel_train.sinks import JsonlSink, Sinks, console_sink
-from parallel_train.start import Start, decide_start, under_environment
-from parallel_train.task import HeldOut, Task, build_task, never_trained, seed_rank
-from parallel_train.tracking import check_tracking, tracking_sinks
-from parallel_train.utilization import samples_per_s_at_peak
+from parallel_train.run.adapt import kept_hyperparameters
+from parallel_train.run.folder import RunFolder
+from parallel_train.run.loop import Loop, Prepared
+from parallel_train.run.same_data import TrainedBefore, sizes
+from parallel_train.run.signals import PREEMPTED, StopRequest
+from parallel_train.run.start import Start, decide_start, under_environment
+from parallel_train.run.task import HeldOut, Task, build_task, never_trained, seed_rank
 
 
 @dataclass(frozen=True, kw_only=True)

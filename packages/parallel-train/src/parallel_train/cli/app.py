@@ -12,15 +12,15 @@ from parallel_config import ConfigError
 
 # Modules are imported when their command is chosen: `ptrain --help` must not pay for torch.
 RUNNERS = {
-    "train": "parallel_train.cli.training",
-    "resume": "parallel_train.cli.training",
-    "plan": "parallel_train.cli.planning",
+    "train": "parallel_train.cli.train",
+    "resume": "parallel_train.cli.train",
+    "plan": "parallel_train.cli.plan",
     "inspect": "parallel_train.cli.offline",
     "verify": "parallel_train.cli.offline",
     "convert": "parallel_train.cli.offline",
-    "publish": "parallel_train.cli.publishing",
-    "evaluate": "parallel_train.cli.evaluating",
-    "report": "parallel_train.cli.reporting",
+    "publish": "parallel_train.cli.publish",
+    "evaluate": "parallel_train.cli.evaluate",
+    "report": "parallel_train.cli.report",
     "doctor": "parallel_train.cli.doctor",
 }
 USAGE_ERROR = 2

@@ -17,8 +17,8 @@ from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import LaunchOptions
-from parallel_train.launch import without_flags
-from parallel_train.run_folder import default_output_dir
+from parallel_train.cli.launcher import without_flags
+from parallel_train.run.folder import default_output_dir
 
 NO_WANDB = "--logging.no-wandb"
 

@@ -54,7 +54,7 @@ def _verify(command: VerifyCommand) -> int:
 
 def _convert(command: ConvertCommand) -> int:
     if command.push_to_hub is not None:  # what the Hub would refuse is told before the work
-        from parallel_train.cli.publishing import check_before, config_of
+        from parallel_train.cli.publish import check_before, config_of
 
         fields = {"repo_id": command.push_to_hub, "private": command.private}
         check_before(config_of(PUSH_NAMES, **fields), PUSH_NAMES)
@@ -81,7 +81,7 @@ def _convert(command: ConvertCommand) -> int:
 def _publish(command: ConvertCommand, result: Path) -> int:
     """Publish what was converted: the folder made for it, or the checkpoint it was made in."""
     from parallel_ckpt.layout import StepFolder
-    from parallel_train.cli.publishing import config_of, publish, quiet_in_logs
+    from parallel_train.cli.publish import config_of, publish, quiet_in_logs
 
     quiet_in_logs()
     inside = StepFolder(result.parent)

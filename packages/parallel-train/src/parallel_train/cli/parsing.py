@@ -239,7 +239,7 @@ def _config_file(path: str) -> Path:
     The other files are checked later; a number that was damaged in this one would go unseen.
     """
     from parallel_ckpt import RunFolder, StepFolder, resolve_checkpoint
-    from parallel_ckpt.resolving import newest_first
+    from parallel_ckpt.store.find import newest_first
 
     newest = StepFolder(resolve_checkpoint(path))
     run = RunFolder(Path(path).expanduser().absolute())
@@ -251,7 +251,7 @@ def _config_file(path: str) -> Path:
 
 def _has_intact_config(step: StepFolder) -> bool:
     from parallel_ckpt import CheckpointError, read_manifest
-    from parallel_ckpt.integrity import file_problems
+    from parallel_ckpt.store.integrity import file_problems
 
     try:
         name = step.train_config.relative_to(step.path).as_posix()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_ckpt import StepFolder, resolve_checkpoint
-from parallel_ckpt.restoring import load_weights_alone
+from parallel_ckpt.load.resume import load_weights_alone
 from parallel_config.codec import parse, read_config_text
 from parallel_publish.bundle import refuse_damage
 from parallel_publish.pretrained import find_pretrained
@@ -18,7 +18,7 @@ from parallel_train.data.spec import DataSpec
 from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.factory import build_policy
 from parallel_train.policies.pretrained import read_policy_document
-from parallel_train.processors import Preprocessor
+from parallel_train.policies.processors import Preprocessor
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Headers of safetensors files and of their index, checked to the last byte. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.formats.checked_json import is_count, parse_json
+from parallel_ckpt.formats.dtypes import ITEM_BYTES, is_shape, num_bytes
+
+MAX_HEADER_BYTES = 32_000_000
+"""Room for about 300,000 tensors; parsing a header takes at most some twenty times its length."""
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderEntry:
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """First byte, from the start of the file."""
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says it holds, in the order of the data."""
+
+    tensors: Mapping[str, HeaderEntry]
+    metadata: Mapping[str, str]
+    data_begin: int
+    """Where the data starts, in bytes from the start of the file."""
+    size_bytes: int
+    """Of the whole file."""
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of one file; the tensors fill the rest of it without a gap.
+
+    Raises:
+        DamagedCheckpoint: says what was found.
+    """
+    try:
+        with path.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
+                raise DamagedCheckpoint.of(
+                    path,
+                    f"is no whole safetensors file: header of {length} bytes in a file of "
+                    f"{size_bytes}, at most {MAX_HEADER_BYTES} are read.",
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise DamagedCheckpoint.of(path, f"cannot be read: {error.strerror}.") from error
+    return parse_header(text, size_bytes, path)
+
+
+def parse_header(text: bytes, size_bytes: int, source: Path) -> Header:
+    """Check the JSON text of a header against the size of its file.
+
+    Raises:
+        DamagedCheckpoint: `source` is what the message calls the file.
+    """
+    document = parse_json(text, source)
+    data_begin = 8 + len(text)
+    metadata = document.pop(METADATA, {})
+    if not _is_text_map(metadata):
+        raise DamagedCheckpoint.of(source, f"has {METADATA} that is no map of texts.")
+    entries = {name: _entry(name, value, source) for name, value in document.items()}
+    ordered = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes))
+    end = 0
+    for name, entry in ordered:
+        if entry.begin != end:
+            raise DamagedCheckpoint.of(
+                source, f"has {name[:200]!r} at byte {entry.begin}, but it must begin at {end}."
+            )
+        end += entry.num_bytes
+    if data_begin + end != size_bytes:
+        raise DamagedCheckpoint.of(
+            source, f"has {size_bytes - data_begin} bytes of data; its header describes {end}."
+        )
+    tensors = {
+        name: HeaderEntry(entry.dtype, entry.shape, data_begin + entry.begin, entry.num_bytes)
+        for name, entry in ordered
+    }
+    return Header(tensors, metadata, data_begin, size_bytes)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file name of each tensor, from a `model.safetensors.index.json`.
+
+    Raises:
+        DamagedCheckpoint: it is no such document, or a name in it leads out of the folder.
+    """
+    try:
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise DamagedCheckpoint.of(path, f"has more than {MAX_HEADER_BYTES} bytes.")
+        document = parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise DamagedCheckpoint.of(path, f"cannot be read: {error.strerror}.") from error
+    weight_map = document.get("weight_map")
+    if not _is_text_map(weight_map) or not weight_map:
+        raise DamagedCheckpoint.of(path, "has no weight_map of texts.")
+    for file in set(weight_map.values()):
+        if not is_file_name(file):
+            raise DamagedCheckpoint.of(path, f"names {file[:200]!r}, which is no file beside it.")
+    return dict(weight_map)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a stored name means a file in the folder itself, on any system."""
+    return name not in ("", ".", "..") and not any(char in name for char in "/\\:\0")
+
+
+def _entry(name: str, value: Any, source: Path) -> HeaderEntry:
+    """As stored: `begin` counts from the start of the data."""
+    label = f"has {name[:200]!r}"
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise DamagedCheckpoint.of(source, f"{label} without just dtype, shape and data_offsets.")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise DamagedCheckpoint.of(source, f"{label} of unknown dtype {str(dtype)[:40]!r}.")
+    if not isinstance(shape, list) or not is_shape(shape):
+        raise DamagedCheckpoint.of(source, f"{label} of impossible shape {str(shape)[:80]}.")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+        raise DamagedCheckpoint.of(source, f"{label} at impossible offsets {str(offsets)[:80]}.")
+    begin, end = offsets
+    if end - begin != num_bytes(dtype, shape):
+        raise DamagedCheckpoint.of(
+            source,
+            f"{label} in {end - begin} bytes, but {dtype} {shape} takes {num_bytes(dtype, shape)}.",
+        )
+    return HeaderEntry(dtype, tuple(shape), begin, end - begin)
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())

@@ -1,0 +1,1 @@
+"""From a committed checkpoint to the state of all ranks."""

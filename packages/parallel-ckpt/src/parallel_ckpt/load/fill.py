@@ -1,0 +1,161 @@
+"""Tensors as they lie in a checkpoint, and filling shards from them, whatever the format.
+
+Each rank reads the bytes of its own boxes and no others, so no rank ever holds the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
+from parallel_ckpt.state.shards import Shard
+from parallel_config import Problem
+
+THREADS = 2
+"""Of reading per rank: one copies while the other waits for the disk."""
+MAX_LISTED = 10
+"""Tensors listed by name in one error; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Shape and dtype of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """A set of stored tensors that shards can be filled from."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """What is there, by key."""
+
+    def position(self, key: str) -> tuple[str, int]:
+        """File and byte at which a tensor begins: the order in which a disk reads best."""
+
+    def fill(self, key: str, target: Shard) -> int:
+        """Copy the stored values of the target's box into its memory; how many there were.
+
+        May be called from several threads at once.
+        """
+
+    def close(self) -> None:
+        """Let go of open files."""
+
+
+def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, str]) -> None:
+    """Fill every target from the stored tensor of its key. No collective.
+
+    Raises:
+        DamagedCheckpoint: what is stored does not cover a box.
+    """
+    wanted = [(keys.get(name, name), target) for name, target in targets.items()]
+    wanted = [(key, target) for key, target in wanted if target.local.numel()]
+    wanted.sort(key=lambda item: source.position(item[0]))
+
+    def fill(key: str, target: Shard) -> None:
+        with torch.no_grad():  # which holds for one thread alone
+            found = source.fill(key, target)
+        if found != target.local.numel():
+            raise DamagedCheckpoint.of(key, f"has {found} of {target.local.numel()} values stored.")
+
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reading")
+    try:
+        for _ in pool.map(lambda item: fill(*item), wanted):
+            continue
+    finally:
+        pool.shutdown(cancel_futures=True)
+        source.close()
+
+
+def match(
+    source: Mapping[str, Stored],
+    targets: Mapping[str, Shard],
+    aliases: Mapping[str, str],
+    *,
+    where: str,
+    allow_cast: bool = False,
+) -> dict[str, str]:
+    """The stored key of each target that is stored under another name of a tied tensor.
+
+    Raises:
+        StateMismatch: lists tensors that are missing, unexpected, of another shape, or would lose
+            precision.
+    """
+    other_names: dict[str, list[str]] = {}
+    for alias, name in aliases.items():
+        other_names.setdefault(name, []).append(alias)
+    keys = {
+        name: next((a for a in other_names.get(name, ()) if a in source), name)
+        for name in targets
+        if name not in source
+    }
+    used = {keys.get(name, name) for name in targets}
+    problems = [
+        *_shape_problems(source, targets, keys, where, allow_cast),
+        *(
+            Problem(f"{where}: {name}", "is in the checkpoint, but not in what is loaded into.")
+            for name in sorted(set(source) - used - set(aliases))
+        ),
+    ]
+    if problems:
+        raise StateMismatch(_shortened(problems, where))
+    return keys
+
+
+def _shape_problems(
+    source: Mapping[str, Stored],
+    targets: Mapping[str, Shard],
+    keys: Mapping[str, str],
+    where: str,
+    allow_cast: bool,
+) -> Iterator[Problem]:
+    for name, target in sorted(targets.items()):
+        stored = source.get(keys.get(name, name))
+        if stored is None:
+            yield Problem(f"{where}: {name}", "is missing in the checkpoint.")
+        elif stored.shape != target.shape:
+            yield Problem(
+                f"{where}: {name}", f"has shape {target.shape}, but {stored.shape} is stored."
+            )
+        elif not allow_cast and not keeps_precision(stored.dtype, target.local.dtype):
+            yield Problem(
+                f"{where}: {name}",
+                f"has dtype {target.local.dtype}, which would lose precision of the stored "
+                f"{stored.dtype}.",
+            )
+
+
+def keeps_precision(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype has an equal one in the other."""
+    if source == target:
+        return True
+    if source.is_complex or target.is_complex or torch.bool in (source, target):
+        return False
+    if source.is_floating_point and target.is_floating_point:
+        a, b = torch.finfo(source), torch.finfo(target)
+        return a.max <= b.max and a.eps >= b.eps and a.tiny >= b.tiny
+    if source.is_floating_point or target.is_floating_point:
+        return False
+    low, high = torch.iinfo(source), torch.iinfo(target)
+    return low.min >= high.min and low.max <= high.max
+
+
+def _shortened(problems: list[Problem], where: str) -> list[Problem]:
+    rest = len(problems) - MAX_LISTED
+    if rest <= 0:
+        return problems
+    return [*problems[:MAX_LISTED], Problem(where, f"has {rest} more such tensors.")]
+
+
+def volume(box: list[tuple[int, int]]) -> int:
+    """Number of elements of a box of (start, length) per dim."""
+    return math.prod(length for _, length in box)

@@ -1,0 +1,340 @@
+"""Resuming in two phases: what must be known before the model is built, then its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as safetensors_load
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
+from parallel_ckpt.layout import DCP, DCP_METADATA, StepFolder, is_weight_file
+from parallel_ckpt.load.fill import Source, fill_all, match
+from parallel_ckpt.load.sources import DcpSource, SafetensorsSource
+from parallel_ckpt.ranks import Ranks, all_ranks
+from parallel_ckpt.state.optimizer import (
+    Allocation,
+    allocate,
+    check_index,
+    inner_optimizer,
+    inner_scheduler,
+    install,
+    put,
+)
+from parallel_ckpt.state.plain_json import load_json
+from parallel_ckpt.state.rng import DerivedRng, RngState, derived_seed
+from parallel_ckpt.state.shards import Shard, aliases, model_shards
+from parallel_ckpt.store.contents import Contents
+from parallel_ckpt.store.find import committed_around, resolve_checkpoint, verify_on_all
+from parallel_ckpt.store.integrity import Verify
+from parallel_ckpt.store.manifest import Manifest
+from parallel_config import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a resumed run begins: everything that does not need the model."""
+
+    path: Path
+    """The real step folder, whatever link led to it."""
+    manifest: Manifest
+    data_state: Any
+    """As given to `save`."""
+    train_config: str | None
+    """Text of the run's config, None when none was saved."""
+    rng: RngState | DerivedRng
+    notes: tuple[str, ...]
+    """What the log should say about this resume."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        return self.manifest.step
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples consumed by those updates, over all ranks."""
+        return self.manifest.samples_seen
+
+    def restore_rng(self) -> None:
+        """Put this rank's random streams in place: the last act before the first micro-batch.
+
+        Building a model and starting a loader both draw from them.
+        """
+        self.rng.restore()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What `restore` put back."""
+
+    num_tensors: int
+    """Weights and buffers of the model."""
+    num_optimizer_entries: int
+    """Entries of the optimizer's state over all parameters."""
+
+
+def read_start(path: str | Path, *, topology: Topology, verify: Verify = "full") -> Start:
+    """Collective: every rank. Phase one of a resume: check every file, read all but the tensors.
+
+    `topology` is that of the run that resumes; on another world size than the saved one the random
+    streams are derived anew, which a note says.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint; the same on every rank.
+        DamagedCheckpoint: a file is missing or differs; the same on every rank.
+    """
+    ranks = all_ranks("read_start")
+    folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
+    manifest = verify_on_all(folder, verify, ranks)
+    return ranks.attempt(lambda: _read_start(Contents(folder, manifest), topology, ranks.rank))
+
+
+def restore(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    keep: Collection[str] = (),
+    verify: Verify | None = None,
+) -> Restored:
+    """Collective: every rank. Phase two of a resume: fill model, optimizer and scheduler in place.
+
+    The model may be plain or wrapped by DDP, FSDP2, `torch.compile` or activation checkpointing,
+    the optimizer and scheduler by accelerate; whatever is None is left out. `keep` names
+    hyper-parameters (`lr`, `weight_decay`) whose values in the given optimizer win over the stored
+    ones; with `lr` the place on the schedule is kept. `keep=("schedule",)` recomputes the current
+    rate from the scheduler as it is built now. How the optimizer computes (`fused`, `foreach`,
+    `capturable`, `differentiable`) is never taken from a checkpoint.
+
+    **Checksums are not compared here**, so that damage may be loaded without a word: `read_start`
+    has compared them just before. Where it has not been called, give `verify="full"`.
+
+    Raises:
+        StateMismatch: lists tensors that are missing, unexpected, of another shape or would lose
+            precision, or says that there is no such scheduler; nothing has been changed then.
+        DamagedCheckpoint: what is stored cannot be read, or differs from what was committed; in
+            the second case nothing has been changed.
+    """
+    ranks = all_ranks("restore")
+    folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
+    if verify is not None:
+        verify_on_all(folder, verify, ranks)
+    plan = ranks.attempt(lambda: _plan(folder, model, optimizer, scheduler))
+    ranks.attempt(lambda: fill_all(plan.source, plan.weights, plan.keys))
+    num_entries = 0
+    if optimizer is not None:
+        ranks.attempt(lambda: _fill_optimizer(plan))
+        num_entries = ranks.attempt(lambda: _install(plan, model, optimizer, keep))
+    if scheduler is not None:
+        ranks.attempt(lambda: _restore_scheduler(plan, scheduler, keep))
+    return Restored(num_tensors=len(plan.weights), num_optimizer_entries=num_entries)
+
+
+def load_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    allow_cast: bool = False,
+    verify: Verify | None = None,
+) -> int:
+    """Collective: every rank. Fill a model's parameters and buffers in place; how many there were.
+
+    `path` is anything `resolve_checkpoint` understands, or any folder or file of safetensors
+    weights, or a DCP folder keyed by FQN. With `allow_cast` narrower dtypes are accepted. As in
+    `restore` checksums are compared only with `verify`; weights outside of a checkpoint have none.
+
+    Raises:
+        StateMismatch: as for `restore`; nothing has been changed then.
+        DamagedCheckpoint: as for `restore`.
+        CheckpointNotFound: with `verify`: there is no checkpoint around these weights.
+    """
+    return _load_weights(model, path, all_ranks("load_weights"), allow_cast, verify)
+
+
+def load_weights_alone(
+    model: nn.Module, path: str | Path, *, allow_cast: bool = False, verify: Verify | None = None
+) -> int:
+    """As `load_weights`, but no collective: each process that calls it reads for itself.
+
+    Raises:
+        StateMismatch, DamagedCheckpoint, CheckpointNotFound: as for `load_weights`.
+    """
+    return _load_weights(model, path, Ranks(), allow_cast, verify)
+
+
+def _load_weights(
+    model: nn.Module, path: str | Path, ranks: Ranks, allow_cast: bool, verify: Verify | None
+) -> int:
+    where = Path(ranks.on_main(lambda: str(_weights_at(path))))
+
+    if verify is not None:
+        step = ranks.on_main(lambda: str(resolve_checkpoint(where)))
+        verify_on_all(StepFolder(Path(step)), verify, ranks)
+
+    def plan() -> tuple[Source, dict[str, Shard], dict[str, str]]:
+        source, weights = _open_weights(where), model_shards(model)
+        other = aliases(model)
+        keys = match(source.tensors, weights, other, where="weights", allow_cast=allow_cast)
+        return source, weights, keys
+
+    source, weights, keys = ranks.attempt(plan)
+    ranks.attempt(lambda: fill_all(source, weights, keys))
+    return len(weights)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    source: Source
+    weights: Mapping[str, Shard]
+    keys: Mapping[str, str]
+    index: Mapping[str, Any]
+    allocation: Allocation | None
+    optimizer_source: Source | None
+    scheduler: Any
+
+
+def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) -> _Plan:
+    """Open everything and compare names, shapes and dtypes before anything is touched."""
+    contents = Contents.read(folder)
+    source, weights = _weights_of(contents), model_shards(model)
+    keys = match(source.tensors, weights, aliases(model), where="weights")
+    schedule = None if scheduler is None else _plan_scheduler(contents, scheduler)
+    if optimizer is None:
+        return _Plan(source, weights, keys, {}, None, None, schedule)
+    index = _document(contents, folder.optimizer_index)
+    inner = inner_optimizer(optimizer)
+    problems = list(check_index(index, model, inner))
+    if problems:
+        raise StateMismatch(problems[:10])
+    states = DcpSource(folder.optimizer, contents)
+    stored = {key: (entry.shape, entry.dtype) for key, entry in states.tensors.items()}
+    allocation = allocate(index, stored, model, inner)
+    match(states.tensors, allocation.shards, {}, where="optimizer")
+    return _Plan(source, weights, keys, index, allocation, states, schedule)
+
+
+def _plan_scheduler(contents: Contents, scheduler: Any) -> Any:
+    state = _document(contents, contents.folder.scheduler)
+    if state is None:
+        raise StateMismatch.of("scheduler", "was not saved in this checkpoint.")
+    _require_kind(state, inner_scheduler(scheduler).state_dict())
+    return state
+
+
+def _require_kind(stored: Any, own: Any) -> None:
+    """Raise where the scheduler would fail half way through taking the stored state."""
+    if not isinstance(own, Mapping):
+        return
+    for part in ("lr_lambdas", "_schedulers"):
+        if part in own and not (isinstance(stored, Mapping) and part in stored):
+            raise StateMismatch.of("scheduler", f"of another kind was saved: it has no {part}.")
+    parts = own.get("_schedulers", ())
+    if parts and len(stored["_schedulers"]) != len(parts):
+        found = len(stored["_schedulers"])
+        raise StateMismatch.of("scheduler", f"has {len(parts)} parts, but {found} were saved.")
+    for i, part in enumerate(parts):
+        _require_kind(stored["_schedulers"][i], part)
+
+
+def _fill_optimizer(plan: _Plan) -> None:
+    assert plan.allocation is not None
+    assert plan.optimizer_source is not None
+    fill_all(plan.optimizer_source, plan.allocation.shards, {})
+
+
+def _install(plan: _Plan, model: nn.Module, optimizer: Any, keep: Collection[str]) -> int:
+    assert plan.allocation is not None
+    num_entries = install(plan.allocation, plan.index, model, inner_optimizer(optimizer), keep)
+    scaler, state = getattr(optimizer, "scaler", None), plan.index.get("scaler")
+    if scaler is not None and state:
+        scaler.load_state_dict(state)
+    return num_entries
+
+
+def _restore_scheduler(plan: _Plan, scheduler: Any, keep: Collection[str]) -> None:
+    inner = inner_scheduler(scheduler)
+    inner.load_state_dict(plan.scheduler)
+    groups = inner.optimizer.param_groups if hasattr(inner, "optimizer") else []
+    if "lr" in keep and hasattr(inner, "base_lrs"):
+        inner.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+    if "schedule" in keep and isinstance(inner, LambdaLR):
+        factors = [function(inner.last_epoch) for function in inner.lr_lambdas]
+        for group, base, factor in zip(groups, inner.base_lrs, factors, strict=True):
+            put(group, "lr", base * factor)
+    if keep and groups:
+        inner._last_lr = [group["lr"] for group in groups]
+
+
+def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
+    folder = contents.folder
+    facts = _document(contents, folder.training_step)
+    rng, notes = _read_rng(contents, topology, facts["seed"], rank)
+    has_config = folder.train_config in contents.checksums
+    return Start(
+        path=folder.path,
+        manifest=contents.manifest,
+        data_state=_document(contents, folder.data),
+        train_config=folder.train_config.read_text(encoding="utf-8") if has_config else None,
+        rng=rng,
+        notes=tuple(notes),
+    )
+
+
+def _document(contents: Contents, path: Path) -> Any:
+    return load_json(contents.read_bytes(path), str(path))
+
+
+def _read_rng(
+    contents: Contents, topology: Topology, seed: int, rank: int
+) -> tuple[RngState | DerivedRng, list[str]]:
+    saved = contents.manifest.topology.world_size
+    if saved != topology.world_size:
+        note = (
+            f"random streams: derived from seed, step and rank, because the checkpoint holds those "
+            f"of {saved} ranks and this run has {topology.world_size}."
+        )
+        return DerivedRng(derived_seed(seed, contents.manifest.step, rank)), [note]
+    path = contents.folder.rng(rank)
+    try:
+        return RngState(safetensors_load(contents.read_bytes(path))), []
+    except SafetensorError as error:
+        raise DamagedCheckpoint.of(path, f"is no safetensors file: {error}.") from error
+
+
+def _weights_of(contents: Contents) -> Source:
+    """Safetensors where the checkpoint has any, else DCP."""
+    if files := contents.safetensors:
+        return SafetensorsSource(files)
+    return DcpSource(contents.folder.dcp, contents)
+
+
+def _weights_at(path: str | Path) -> Path:
+    """What `load_weights` reads: a step folder, its `dcp`, or weights outside of any checkpoint."""
+    given = Path(path).expanduser().absolute()
+    if given.is_file() and given.suffix == ".safetensors":
+        return given
+    if (step := committed_around(given)) is not None:
+        return step.dcp if given.resolve() == step.dcp else step.path
+    if given.is_dir() and (any(given.glob("*.safetensors")) or (given / DCP_METADATA).is_file()):
+        return given
+    return resolve_checkpoint(given)
+
+
+def _open_weights(where: Path) -> Source:
+    """`where` is as `_weights_at` found it."""
+    if where.is_file():
+        return SafetensorsSource([where])
+    if (step := committed_around(where)) is not None:
+        contents = Contents.read(step)
+        return DcpSource(where, contents) if where == step.dcp else _weights_of(contents)
+    if any(is_weight_file(file.name) for file in where.iterdir()):
+        return SafetensorsSource(where)
+    dcp = next((f for f in (where / DCP, where) if (f / DCP_METADATA).is_file()), None)
+    return SafetensorsSource(where) if dcp is None else DcpSource(dcp)

@@ -1,0 +1,1 @@
+"""From the state of all ranks to a committed checkpoint."""

@@ -1,0 +1,78 @@
+"""Saving in the background: copies that nothing else touches, and one thread that writes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+
+from parallel_ckpt.state.shards import Shard
+
+if TYPE_CHECKING:
+    from parallel_ckpt.save.snapshot import Snapshot
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """One call on a thread of its own, whose result or error is picked up by `result`."""
+
+    def __init__(self, act: Callable[[], T]) -> None:
+        self._outcome: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(act,), name="checkpoint")
+        self._thread.start()
+
+    def result(self) -> T:
+        """Wait for the call to end; its value, or its error raised here."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
+
+    def _run(self, act: Callable[[], T]) -> None:
+        try:
+            self._outcome.append(act())
+        except BaseException as error:  # torch's own checkpoint errors are no `Exception`
+            self._error = error
+
+
+class Staging:
+    """Host buffers that are filled by every save anew; filled only while no save is in flight."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, snapshot: Snapshot, needed: tuple[set[str], set[str]]) -> Snapshot:
+        """The snapshot with its needed boxes in our buffers; the others keep only their shape."""
+        weights, optimizer = needed
+        staged = replace(
+            snapshot,
+            weights=self._copy("weights", snapshot.weights, weights),
+            optimizer=self._copy("optimizer", snapshot.optimizer, optimizer),
+        )
+        # Asking for the stream of a device that holds nothing of ours would start CUDA on it.
+        shards = (*snapshot.weights.values(), *snapshot.optimizer.values())
+        for device in {shard.local.device for shard in shards if shard.local.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return staged
+
+    def _copy(self, prefix: str, shards: Mapping[str, Shard], needed: set[str]) -> dict[str, Shard]:
+        return {
+            name: shard.with_local(
+                self._fill(f"{prefix}/{name}", shard.local)
+                if name in needed
+                else shard.local.to("meta")
+            )
+            for name, shard in shards.items()
+        }
+
+    def _fill(self, key: str, source: torch.Tensor) -> torch.Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            self._buffers[key] = buffer
+        return buffer.copy_(source, non_blocking=source.is_cuda)

@@ -1,0 +1,350 @@
+"""Saving: one collective call writes everything, and only a whole checkpoint ever exists."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import platform
+import uuid
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import torch
+from torch import nn
+
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.hashing import hash_bytes
+from parallel_ckpt.layout import (
+    PRETRAINED_MODEL,
+    PROBE,
+    RunFolder,
+    StepFolder,
+)
+from parallel_ckpt.ranks import DEADLINE_S, Ranks
+from parallel_ckpt.save import dcp as dcp_writer
+from parallel_ckpt.save.background import Background, Staging
+from parallel_ckpt.save.rank_files import Own, finish_dcp, needed, paths, write_documents, write_own
+from parallel_ckpt.save.safetensors import write_safetensors
+from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot
+from parallel_ckpt.state.optimizer import inner_scheduler
+from parallel_ckpt.state.shards import signature
+from parallel_ckpt.store.commit import abandon, begin, commit, delete, mend, read_last, reason
+from parallel_ckpt.store.lock import RunLock
+from parallel_ckpt.store.manifest import FileRecord, Manifest, sequence_of
+from parallel_ckpt.store.retention import superseded
+from parallel_config import CheckpointConfig, CheckpointFormat, ConfigError, Topology
+from parallel_config.checkpoint import parse_size
+
+
+class CheckpointSaver:
+    """The one writer of a run's checkpoints. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        topology: Topology,
+        config: CheckpointConfig | None = None,
+        checkpoint_format: CheckpointFormat = CheckpointFormat.SAFETENSORS,
+        provenance: Mapping[str, Any] | None = None,
+        on_note: Callable[[str], None] = print,
+        on_commit: Callable[[Path], None] | None = None,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        """Collective: every rank. Lock the run folder, check that all ranks see it, and mend it.
+
+        `provenance` is kept in each manifest; `on_note` is called on the main rank with a line for
+        everything that was taken over, put back or removed, or cannot be. `on_commit` is called
+        there with each checkpoint once it is committed, before retention deletes any; other ranks
+        wait for it. What it raises becomes a note: the checkpoint is there. With `async_save` both
+        are called on a thread of the saver's, while training goes on.
+
+        Raises:
+            CheckpointError: another run writes here, or a rank does not see the folder.
+        """
+        self._run = RunFolder(Path(run_dir).expanduser().absolute())
+        self._topology = topology
+        self._config = config or CheckpointConfig()
+        self._format = checkpoint_format
+        self._provenance = dict(provenance or {})
+        self._on_note = on_note
+        self._on_commit = on_commit
+        self._ranks = Ranks.join(deadline_s, "CheckpointSaver")
+        self._background_ranks = self._ranks
+        self._lock: RunLock | None = None
+        self._pending: Background[Path] | None = None
+        self._staging = Staging()
+        self._sequences: dict[int, int] = {}
+        """Of the committed steps whose manifest can be read; on the main rank alone."""
+        self._sequence = 0
+        """The highest one given so far; on the main rank alone."""
+        try:
+            self._open()
+        except BaseException:
+            self._release()
+            raise
+        if self._config.async_save:
+            self._background_ranks = Ranks.join(deadline_s, "CheckpointSaver")
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close(failed=error is not None)
+
+    def save(
+        self,
+        *,
+        step: SupportsIndex,
+        samples_seen: SupportsIndex,
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        data_state: Any = None,
+        train_config: str | None = None,
+        model_files: Mapping[str, str | bytes] | None = None,
+    ) -> Path:
+        """Collective: every rank. Write the checkpoint of `step`; return its folder.
+
+        `step` counts optimizer updates, `samples_seen` the samples in them; both may be integers of
+        any library. `model_files` (config, processors) land beside the weights. With `async_save`
+        the call returns once this rank's shards are copied; the folder exists after `wait`.
+
+        Raises:
+            CheckpointError: the same on every rank, when any rank failed; there is no new
+                checkpoint then, the former ones and `last` are untouched. Once it is committed,
+                only notes tell of what failed (`last`, `on_commit`, deleting old ones).
+        """
+        self.wait()
+        self._ranks.enter("CheckpointSaver.save")
+        snapshot = self._agreed_snapshot(
+            step=step,
+            samples_seen=samples_seen,
+            model=model,
+            optimizer=optimizer,
+            scheduler=inner_scheduler(scheduler),
+            data_state=data_state,
+            train_config=train_config,
+            model_files=model_files or {},
+        )
+        if not self._config.async_save:
+            return self._write(snapshot, self._ranks)
+        staged = self._stage(snapshot)
+        self._pending = Background(lambda: self._write(staged, self._background_ranks))
+        return self._run.step(snapshot.step).path
+
+    def wait(self) -> None:
+        """Collective: every rank. Wait until the save that is in flight is committed.
+
+        Raises:
+            CheckpointError: it failed; the same on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self, *, failed: bool = False) -> None:
+        """Collective: every rank. Wait for the save in flight and give the run folder back.
+
+        With `failed` an error of that save is not raised over the one that is under way.
+        """
+        try:
+            self.wait()
+        except ConfigError as error:
+            if not failed:
+                raise
+            self._on_note(str(error))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+        if self._background_ranks is not self._ranks:
+            self._background_ranks.leave()
+        self._ranks.leave()
+
+    def _open(self) -> None:
+        """Lock, mend and check the folder."""
+
+        def take() -> tuple[str, str]:
+            self._run.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock, notes = RunLock.acquire(self._run.lock)
+            for note in [*notes, *mend(self._run)]:
+                self._on_note(note)
+            token = uuid.uuid4().hex
+            probe = self._run.checkpoints / f"{PROBE}{token}"
+            probe.write_text(token, encoding="utf-8")
+            self._sequences = _sequences(self._run)
+            self._sequence = max(self._sequences.values(), default=0)
+            return probe.name, token
+
+        name, token = self._ranks.on_main(take)
+        probe = self._run.checkpoints / name
+        try:
+            self._ranks.attempt(lambda: _read_back(self._run, probe, token, self._ranks.rank))
+        finally:
+            if self._ranks.is_main:
+                probe.unlink(missing_ok=True)
+
+    def _agreed_snapshot(
+        self, *, train_config: str | None, model_files: Mapping[str, str | bytes], **given: Any
+    ) -> Snapshot:
+        """Ranks that hold different tensors would each write what another does not know of."""
+        taken: list[Snapshot] = []
+
+        def take() -> str:
+            files = checked_files(train_config, model_files)
+            snapshot = take_snapshot(files=files, **given)
+            taken.append(snapshot)
+            shapes = signature(snapshot.weights), signature(snapshot.optimizer)
+            return hash_bytes(repr((snapshot.step, shapes)).encode())
+
+        digests = self._ranks.attempt_all(take)
+        odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
+        if odd:
+            raise CheckpointError.of(
+                "checkpoint",
+                f"of step {given['step']}: ranks {odd} hold other tensors, or save another step, "
+                "than rank 0.",
+                "Build the same model and optimizer on every rank.",
+            )
+        return taken[0]
+
+    def _stage(self, snapshot: Snapshot) -> Snapshot:
+        """Copy what this rank will write into memory that nothing else touches."""
+        names = needed(snapshot, self._ranks, self._format)
+        return self._ranks.attempt(lambda: self._staging.copy(snapshot, names))
+
+    def _write(self, snapshot: Snapshot, ranks: Ranks) -> Path:
+        """Write, flush, agree, commit."""
+        folder = StepFolder(Path(ranks.on_main(lambda: str(self._begin(snapshot.step)))))
+        try:
+            own = ranks.attempt_for_main(lambda: write_own(folder, snapshot, ranks, self._format))
+            weights = self._write_safetensors(folder, snapshot, ranks)
+            path = ranks.on_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
+        except BaseException:
+            if ranks.is_main:
+                abandon(folder)
+            raise
+        return Path(path)
+
+    def _begin(self, step: int) -> Path:
+        assert self._lock is not None
+        self._lock.check()
+        return begin(self._run, step).path
+
+    def _write_safetensors(
+        self, folder: StepFolder, snapshot: Snapshot, ranks: Ranks
+    ) -> list[FileRecord]:
+        if not self._format.has_safetensors:
+            return []
+        limit = parse_size(self._config.max_shard_size)
+        files = write_safetensors(folder.pretrained_model, snapshot.weights, ranks, limit)
+        return dcp_writer.file_records(PRETRAINED_MODEL, files)
+
+    def _conclude(
+        self, folder: StepFolder, snapshot: Snapshot, own: list[Own], weights: list[FileRecord]
+    ) -> Path:
+        """Main rank: write what exists once and commit."""
+        late = finish_dcp(folder, own) + write_documents(folder, snapshot.documents)
+        early = [record for part in own for record in part.records] + weights
+        return self._commit(folder, snapshot, early + late, paths(folder, late))
+
+    def _commit(
+        self,
+        folder: StepFolder,
+        snapshot: Snapshot,
+        files: list[FileRecord],
+        unflushed: list[Path],
+    ) -> Path:
+        assert self._lock is not None
+        self._lock.check()
+        self._sequence += 1  # a number that might have been committed is never given again
+        manifest = Manifest(
+            step=snapshot.step,
+            samples_seen=snapshot.samples_seen,
+            sequence=self._sequence,
+            topology=self._topology,
+            checkpoint_format=self._format,
+            files=tuple(sorted(files, key=lambda record: record.path)),
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            versions=_versions(),
+            provenance=self._provenance,
+        )
+        path = self._run.step(snapshot.step).path
+        notes = commit(self._run, folder, manifest, unflushed)
+        self._sequences[manifest.step] = manifest.sequence
+        # From here on the checkpoint exists: nothing may make it look as if the save had failed.
+        notes += [*self._announce(path), *self._retire(snapshot.step)]
+        with contextlib.suppress(Exception):
+            for note in notes:
+                self._on_note(note)
+        return path
+
+    def _announce(self, path: Path) -> list[str]:
+        try:
+            if self._on_commit is not None:
+                self._on_commit(path)
+        except Exception as error:
+            return [f"{path}: saved; on_commit failed: {type(error).__name__}: {error}"]
+        return []
+
+    def _retire(self, step: int) -> list[str]:
+        """Delete what retention lets go; lines about what cannot be deleted.
+
+        A checkpoint whose manifest cannot be read stays, and counts for nothing: it may yet be
+        mended.
+        """
+        notes: list[str] = []
+        try:
+            there = self._run.committed_steps()
+        except OSError as error:
+            return [f"{self._run.checkpoints}: old ones are not deleted: {reason(error)}"]
+        self._sequences = {k: n for k, n in self._sequences.items() if k in there}
+        last = read_last(self._run)
+        doomed = superseded(
+            self._sequences,
+            keep_last=self._config.keep_last,
+            keep_every=self._config.keep_every,
+            protected=[step] if last is None else [step, last],
+        )
+        for old in doomed:
+            try:
+                delete(self._run, old)
+            except OSError as error:
+                notes.append(f"{self._run.step(old).path}: not deleted: {reason(error)}")
+        return notes
+
+
+def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
+    try:
+        found = probe.read_text(encoding="utf-8")
+    except OSError:
+        found = ""
+    if found != token:
+        raise CheckpointError.of(
+            "output_dir",
+            f"= {str(run.path)!r} is not shared by rank {rank}: it does not see a file that the "
+            "main rank has just written there.",
+            "Use --output_dir on a file system that every rank mounts.",
+        )
+
+
+def _sequences(run: RunFolder) -> dict[int, int]:
+    found = {step: sequence_of(run.step(step)) for step in run.committed_steps()}
+    # A damaged one is reported by whoever wants to load it.
+    return {step: sequence for step, sequence in found.items() if sequence is not None}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("parallel-ckpt", "parallel-config", "parallel-engine", "accelerate"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

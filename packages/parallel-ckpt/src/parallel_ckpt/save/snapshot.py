@@ -1,0 +1,109 @@
+"""Everything of one moment that a checkpoint holds, as one rank sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+from safetensors.torch import save as safetensors_bytes
+from torch import nn
+
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.checked_json import is_count
+from parallel_ckpt.layout import DCP, PRETRAINED_MODEL, TRAIN_CONFIG, TRAINING_STATE
+from parallel_ckpt.state.optimizer import OptimizerState, collect
+from parallel_ckpt.state.plain_json import dump_json
+from parallel_ckpt.state.rng import RngState
+from parallel_ckpt.state.shards import Shard, model_shards
+from parallel_ckpt.store.manifest import is_safe_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything of one moment that a checkpoint holds, on this rank."""
+
+    step: int
+    samples_seen: int
+    weights: Mapping[str, Shard]
+    optimizer: Mapping[str, Shard]
+    documents: Mapping[str, bytes]
+    """Files that exist once, by path in the checkpoint; the same on every rank."""
+    rng: bytes
+    """Random state of this rank, as a safetensors file."""
+
+
+def take_snapshot(
+    *,
+    step: SupportsIndex,
+    samples_seen: SupportsIndex,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    data_state: Any,
+    files: Mapping[str, bytes],
+) -> Snapshot:
+    """Look at model, optimizer and random streams; no collective, no tensor is copied.
+
+    Raises:
+        CheckpointError: something could only be pickled, or has no place in the model, or `step`
+            or `samples_seen` is no count.
+    """
+    at, seen = count(step, "step"), count(samples_seen, "samples_seen")
+    state = OptimizerState({}, {"groups": [], "state": {}, "scaler": None})
+    if optimizer is not None:
+        state = collect(model, optimizer)
+    facts = {"step": at, "samples_seen": seen, "seed": torch.initial_seed()}
+    scheduler_state = None if scheduler is None else scheduler.state_dict()
+    documents = {
+        "training_step.json": dump_json(facts, "training_step"),
+        "optimizer.json": dump_json(state.index, "optimizer"),
+        "scheduler.json": dump_json(scheduler_state, "scheduler"),
+        "data.json": dump_json(data_state, "data_state"),
+    }
+    return Snapshot(
+        step=at,
+        samples_seen=seen,
+        weights=model_shards(model),
+        optimizer=state.shards,
+        documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
+        rng=safetensors_bytes(dict(RngState.capture().tensors)),
+    )
+
+
+def count(value: Any, name: str) -> int:
+    """An integer of any library as one of python's.
+
+    Raises:
+        CheckpointError: it is none, or is negative, or has no place in a manifest.
+    """
+    number = -1
+    with contextlib.suppress(TypeError):
+        number = -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    if not is_count(number):
+        raise CheckpointError.of(name, f"= {value!r}, but it is an integer from 0 to 2^62 - 1.")
+    return number
+
+
+def checked_files(
+    train_config: str | None, model_files: Mapping[str, str | bytes]
+) -> dict[str, bytes]:
+    """Content of the files beside the weights, by path in the checkpoint.
+
+    Raises:
+        CheckpointError: a name leads out of the folder, or is one of ours.
+    """
+    files: dict[str, bytes] = {}
+    given = dict(model_files) | ({} if train_config is None else {TRAIN_CONFIG: train_config})
+    for name, content in given.items():
+        reserved = name.startswith("model") and name.endswith((".safetensors", ".index.json"))
+        if not is_safe_path(name) or reserved or name.split("/")[0] == DCP:
+            raise CheckpointError.of("model_files", f"names {name!r}, which is no name to give.")
+        files[f"{PRETRAINED_MODEL}/{name}"] = (
+            content.encode() if isinstance(content, str) else bytes(content)
+        )
+    return files

@@ -1,0 +1,1 @@
+"""What one rank holds in memory, as names, shards and plain values."""

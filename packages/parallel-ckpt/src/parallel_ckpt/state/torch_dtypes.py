@@ -1,0 +1,31 @@
+"""Names of dtypes in safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
+
+SAFETENSORS_NAMES: Mapping[torch.dtype, str] = {
+    getattr(torch, name): stored for name, stored in SAFETENSORS_BY_TORCH.items()
+}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+def safetensors_name(dtype: torch.dtype, where: str) -> str:
+    """How safetensors calls a dtype.
+
+    Raises:
+        CheckpointError: it has no such dtype; `where` is the tensor's name.
+    """
+    name = SAFETENSORS_NAMES.get(dtype)
+    if name is None:
+        raise CheckpointError.of(
+            where,
+            f"has dtype {dtype}, which safetensors cannot hold.",
+            "Use --checkpoint_format dcp.",
+        )
+    return name

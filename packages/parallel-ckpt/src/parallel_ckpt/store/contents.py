@@ -1,0 +1,67 @@
+"""What a committed checkpoint consists of: the files that its manifest lists, and no others.
+
+Whatever else lies in its folder (a copy that somebody kept, what a dead conversion left) has no
+checksum and is read by nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.layout import DCP_METADATA, MANIFEST, StepFolder, is_weight_file
+from parallel_ckpt.store.manifest import Manifest, read_manifest
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint's folder with its manifest. No collective, and no torch."""
+
+    folder: StepFolder
+    manifest: Manifest
+
+    @classmethod
+    def read(cls, folder: StepFolder) -> Contents:
+        """Those of a committed checkpoint.
+
+        Raises:
+            CheckpointNotFound: the folder is no checkpoint.
+            DamagedCheckpoint: its manifest cannot be read.
+        """
+        return cls(folder, read_manifest(folder))
+
+    @cached_property
+    def checksums(self) -> dict[Path, str]:
+        """Of every file, by its path."""
+        return {self.folder.path / r.path: r.checksum for r in self.manifest.files}
+
+    @property
+    def safetensors(self) -> list[Path]:
+        """The files of the weights, sorted; empty where they are kept as DCP alone."""
+        files = (p for p in self.checksums if p.parent == self.folder.pretrained_model)
+        return sorted(p for p in files if is_weight_file(p.name))
+
+    def has_dcp(self, folder: Path) -> bool:
+        """Whether a folder of it holds DCP shards."""
+        return folder / DCP_METADATA in self.checksums
+
+    def read_bytes(self, path: Path) -> bytes:
+        """A file that every checkpoint holds.
+
+        Raises:
+            DamagedCheckpoint: it is not listed.
+        """
+        self.require(path)
+        return path.read_bytes()
+
+    def require(self, *paths: Path) -> None:
+        """Raise unless these files are part of the checkpoint.
+
+        Raises:
+            DamagedCheckpoint: names one that is not.
+        """
+        for path in paths:
+            if path not in self.checksums:
+                raise DamagedCheckpoint.of(path, f"is needed, but {MANIFEST} does not list it.")

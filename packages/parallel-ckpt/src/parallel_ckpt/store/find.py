@@ -1,0 +1,122 @@
+"""From what a person types to the step folder that is meant, and the newest one that is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
+from parallel_ckpt.layout import (
+    CHECKPOINTS,
+    DCP,
+    LAST,
+    MANIFEST,
+    PRETRAINED_MODEL,
+    TRAIN_CONFIG,
+    TRAINING_STATE,
+    RunFolder,
+    StepFolder,
+)
+from parallel_ckpt.ranks import Ranks, all_ranks
+from parallel_ckpt.store.commit import read_last
+from parallel_ckpt.store.integrity import Verify, file_problems, portion
+from parallel_ckpt.store.manifest import Manifest, read_manifest, sequence_of
+
+
+def resolve_checkpoint(path: str | Path) -> Path:
+    """The step folder meant by `path`, with every link followed. No collective.
+
+    Understood are a step folder, its `pretrained_model` or `training_state`, a file in those, a
+    run folder, its `checkpoints`, and `checkpoints/last`; relative or absolute, with or without a
+    trailing slash. A run folder means its `last`, else its newest checkpoint.
+
+    Raises:
+        CheckpointNotFound: nothing committed is there; the message names what was looked for.
+    """
+    given = Path(path).expanduser().absolute()
+    if (step := committed_around(given)) is not None:
+        return step.path
+    for folder in (given, given.parent):
+        run = RunFolder(folder)
+        if (folder == given or given.name in (CHECKPOINTS, LAST)) and (found := _newest(run)):
+            return found.path.resolve()
+    if given.name == LAST and (found := _newest(RunFolder(given.parent.parent))):
+        return found.path.resolve()
+    raise CheckpointNotFound.of(
+        path,
+        f"is no checkpoint: neither {given / MANIFEST} nor a committed step in "
+        f"{given / CHECKPOINTS} exists.",
+        "Give a step folder, its pretrained_model, a run folder, or its checkpoints/last.",
+    )
+
+
+def committed_around(given: Path) -> StepFolder | None:
+    """The committed step that an absolute path means or lies in; None when there is none."""
+    for candidate in _candidates(given):
+        if StepFolder(candidate).is_committed:
+            return StepFolder(candidate.resolve())
+    return None
+
+
+def newest_intact(
+    run_dir: str | Path, *, verify: Verify = "full"
+) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """Collective: every rank. The newest checkpoint of a run that is whole, None without any.
+
+    The second value lists the newer ones that were skipped, each with the reason. Newest is what
+    was committed last.
+    """
+    ranks = all_ranks("newest_intact")
+    run = RunFolder(Path(run_dir).expanduser().absolute())
+    skipped: list[tuple[Path, str]] = []
+    for path in ranks.on_main(lambda: newest_first(run)):
+        try:
+            verify_on_all(StepFolder(path), verify, ranks)
+        except CheckpointError as error:
+            skipped.append((path, str(error)))
+        else:
+            return path, skipped
+    return None, skipped
+
+
+def verify_on_all(folder: StepFolder, verify: Verify, ranks: Ranks) -> Manifest:
+    """Collective: every rank. Check all files, divided among the ranks; the manifest if all hold.
+
+    Raises:
+        DamagedCheckpoint: names each file that is missing or differs; the same on every rank.
+    """
+    manifest = ranks.on_main(lambda: read_manifest(folder))
+    mine = portion(manifest, ranks.rank, ranks.world_size)
+    found = ranks.attempt_all(lambda: list(file_problems(folder, mine, verify)))
+    problems = [problem for of_rank in found for problem in of_rank]
+    if problems:
+        raise DamagedCheckpoint(
+            sorted(problems, key=lambda problem: problem.path)[:10], source=str(folder.path)
+        )
+    return manifest
+
+
+def _candidates(given: Path) -> list[Path]:
+    """Folders that `given` may mean, itself first."""
+    candidates = [given]
+    parts = {PRETRAINED_MODEL, TRAINING_STATE}
+    if given.name in parts:
+        candidates.append(given.parent)
+    if given.parent.name in parts and (given.is_file() or given.name in (DCP, TRAIN_CONFIG)):
+        candidates.append(given.parent.parent)
+    return candidates
+
+
+def _newest(run: RunFolder) -> StepFolder | None:
+    last = read_last(run)
+    if last is not None:
+        return run.step(last)
+    steps = newest_first(run)
+    return StepFolder(steps[0]) if steps else None
+
+
+def newest_first(run: RunFolder) -> list[Path]:
+    """Committed step folders, the one committed last first; unreadable ones by their number."""
+    found = [(sequence_of(run.step(step)), step) for step in run.committed_steps()]
+    newer = max((sequence for sequence, _ in found if sequence is not None), default=0) + 1
+    keyed = [(newer if sequence is None else sequence, step) for sequence, step in found]
+    return [run.step(step).path for _, step in sorted(keyed, reverse=True)]

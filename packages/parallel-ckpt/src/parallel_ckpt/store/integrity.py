@@ -1,0 +1,55 @@
+"""Whether the files of a checkpoint are those that were committed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from parallel_ckpt.formats.hashing import hash_file
+from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.store.manifest import FileRecord, Manifest
+from parallel_config import Problem
+
+Verify = Literal["full", "fast"]
+"""`fast` compares sizes, `full` also compares checksums."""
+
+
+def file_problems(
+    folder: StepFolder, records: Sequence[FileRecord], verify: Verify
+) -> Iterator[Problem]:
+    """One line per file that is missing, of another size, or of another checksum."""
+    root = folder.path.resolve()
+    for record in records:
+        path = folder.path / record.path
+        problem = _problem(folder, record, verify)
+        if problem is None and not path.resolve().is_relative_to(root):
+            problem = "is a link out of the checkpoint."
+        if problem is not None:
+            yield Problem(str(path), problem)
+
+
+def portion(manifest: Manifest, rank: int, world_size: int) -> list[FileRecord]:
+    """The files that `rank` hashes, so that all ranks together hash each once, evenly by bytes."""
+    loads = [0] * world_size
+    mine: list[FileRecord] = []
+    for record in sorted(manifest.files, key=lambda r: (-r.size_bytes, r.path)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += record.size_bytes
+        if lightest == rank:
+            mine.append(record)
+    return mine
+
+
+def _problem(folder: StepFolder, record: FileRecord, verify: Verify) -> str | None:
+    path = folder.path / record.path
+    try:
+        if not path.is_file():
+            return f"is missing; {record.size_bytes} bytes were committed."
+        size_bytes = path.stat().st_size
+        if size_bytes != record.size_bytes:
+            return f"has {size_bytes} bytes; {record.size_bytes} were committed."
+        if verify == "full" and (found := hash_file(path)) != record.checksum:
+            return f"has checksum {found}; {record.checksum} was committed."
+    except OSError as error:
+        return f"cannot be read: {error.strerror}."
+    return None

@@ -1,0 +1,215 @@
+"""The manifest: what a checkpoint is, and every file of it with size and checksum."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
+from parallel_ckpt.formats.checked_json import is_count, parse_json
+from parallel_ckpt.formats.hashing import HASH_NAME
+from parallel_ckpt.layout import StepFolder
+from parallel_config import CheckpointFormat, Problem, Topology
+
+FORMAT_VERSION = 1
+"""Of the on-disk layout; raised when a reader of the former one could no longer follow."""
+MAX_MANIFEST_BYTES = 64 << 20
+"""A larger manifest is refused unread: it is not one of ours."""
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    path: str
+    """Relative to the checkpoint's folder, with forward slashes."""
+    size_bytes: int
+    checksum: str
+    """Hex digest of the manifest's hash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a committed checkpoint holds and where it came from."""
+
+    step: int
+    """Optimizer updates done."""
+    samples_seen: int
+    """Real samples consumed by those updates, over all ranks."""
+    sequence: int
+    """Counts the commits of a run: the newest checkpoint is not the one of the highest step when a
+    run was taken up again from an earlier one."""
+    topology: Topology
+    """Degrees of the run that wrote it."""
+    checkpoint_format: CheckpointFormat
+    files: tuple[FileRecord, ...]
+    """Every file but the manifest, sorted by path."""
+    format_version: int = FORMAT_VERSION
+    hash_name: str = HASH_NAME
+    created_at: str = ""
+    """UTC, ISO 8601."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of Python and of the packages that wrote it."""
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """What the writer wanted remembered: declared degrees, environment that won over the config."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size_bytes for record in self.files)
+
+    def to_json(self) -> str:
+        """The text that is stored."""
+        document = asdict(self) | {"files": [asdict(record) for record in self.files]}
+        return json.dumps(document, indent=2, sort_keys=True) + "\n"
+
+
+def read_manifest(folder: StepFolder) -> Manifest:
+    """Read and check the manifest of a checkpoint; nothing in it can name a file outside.
+
+    Raises:
+        CheckpointNotFound: the folder has no manifest, so it is no checkpoint.
+        DamagedCheckpoint: the manifest is no such document; the message names the field.
+    """
+    path = folder.manifest
+    if not path.is_file():
+        raise CheckpointNotFound.of(
+            folder.path,
+            f"holds no {path.name}, so no checkpoint was ever committed there.",
+            "Give a step folder of a run, the run folder, or its checkpoints/last.",
+        )
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise DamagedCheckpoint.of(path, f"has more than {MAX_MANIFEST_BYTES} bytes.")
+    return parse_manifest(path.read_bytes(), path)
+
+
+def sequence_of(folder: StepFolder) -> int | None:
+    """When a checkpoint was committed, counted in commits; None where that cannot be read."""
+    try:
+        return read_manifest(folder).sequence
+    except CheckpointError:
+        return None
+
+
+def parse_manifest(text: bytes | str, source: Path) -> Manifest:
+    """Build a manifest from its text.
+
+    Raises:
+        DamagedCheckpoint: names each wrong field; `source` is what the message calls the document.
+    """
+    document = parse_json(text, source)
+    version = document.get("format_version")
+    if type(version) is int and version > FORMAT_VERSION:
+        raise DamagedCheckpoint.of(
+            source,
+            f"format_version = {version}, but this parallel-ckpt reads up to {FORMAT_VERSION}.",
+            "Upgrade parallel-ckpt.",
+        )
+    problems = list(_problems(document))
+    if problems:
+        raise DamagedCheckpoint(problems[:10], source=str(source))
+    return _build(document)
+
+
+def is_safe_path(path: str) -> bool:
+    """Whether a stored relative path stays below the folder it is relative to."""
+    parts = PurePosixPath(path).parts
+    return (
+        bool(parts)
+        and path == "/".join(parts)
+        and not path.startswith("/")
+        and not any(part in ("..", ".") for part in parts)
+        and not any(char in path for char in "\\:\0")
+    )
+
+
+def _build(document: Mapping[str, Any]) -> Manifest:
+    return Manifest(
+        step=document["step"],
+        samples_seen=document["samples_seen"],
+        sequence=document["sequence"],
+        topology=Topology(**document["topology"]),
+        checkpoint_format=CheckpointFormat(document["checkpoint_format"]),
+        files=tuple(FileRecord(**record) for record in document["files"]),
+        format_version=document["format_version"],
+        hash_name=document["hash_name"],
+        created_at=document["created_at"],
+        versions=document["versions"],
+        provenance=document["provenance"],
+    )
+
+
+def _problems(document: Mapping[str, Any]) -> Iterator[Problem]:
+    known = {"topology", "files", "versions", "provenance", *_SCALARS}
+    for name in sorted(known - document.keys()):
+        yield Problem(name, "is missing.")
+    for name in sorted(document.keys() - known):
+        yield Problem(name, "is unknown to this format_version.")
+    if known != document.keys():
+        return
+    for name, (rule, is_right) in _SCALARS.items():
+        if not is_right(document[name]):
+            yield Problem(name, f"= {_show(document[name])}, but it is {rule}.")
+    yield from _topology_problems(document["topology"])
+    for name in ("versions", "provenance"):
+        if not isinstance(document[name], dict):
+            yield Problem(name, "is no JSON object.")
+    yield from _file_problems(document["files"])
+
+
+_SCALARS: Mapping[str, tuple[str, Any]] = {
+    "format_version": (f"{FORMAT_VERSION}", lambda value: type(value) is int and value == 1),
+    "step": ("a count", is_count),
+    "samples_seen": ("a count", is_count),
+    "sequence": ("a count", is_count),
+    "checkpoint_format": (
+        "one of " + ", ".join(CheckpointFormat),
+        lambda value: isinstance(value, str) and value in set(CheckpointFormat),
+    ),
+    "hash_name": (HASH_NAME, lambda value: value == HASH_NAME),
+    "created_at": ("a time", lambda value: isinstance(value, str)),
+}
+
+
+def _topology_problems(topology: Any) -> Iterator[Problem]:
+    names = {"dp_replicate", "dp_shard"}
+    if not isinstance(topology, dict) or topology.keys() != names:
+        yield Problem("topology", "holds dp_replicate and dp_shard and nothing else.")
+        return
+    for name in sorted(names):
+        if not is_count(topology[name]) or topology[name] < 1:
+            yield Problem(f"topology.{name}", f"= {_show(topology[name])}, but it is at least 1.")
+
+
+def _file_problems(files: Any) -> Iterator[Problem]:
+    if not isinstance(files, list):
+        yield Problem("files", "is no list.")
+        return
+    seen: set[str] = set()
+    for index, record in enumerate(files):
+        where = f"files[{index}]"
+        names = {"path", "size_bytes", "checksum"}
+        if not isinstance(record, dict) or record.keys() != names:
+            yield Problem(where, "holds path, size_bytes and checksum and nothing else.")
+            continue
+        path, checksum = record["path"], record["checksum"]
+        if not isinstance(path, str) or not is_safe_path(path):
+            yield Problem(f"{where}.path", f"= {_show(path)}, but it must stay in the checkpoint.")
+        elif path in seen:
+            yield Problem(f"{where}.path", f"= {_show(path)} is listed twice.")
+        else:
+            seen.add(path)
+        if not is_count(record["size_bytes"]):
+            yield Problem(f"{where}.size_bytes", f"= {_show(record['size_bytes'])} is no count.")
+        if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
+            yield Problem(f"{where}.checksum", f"= {_show(checksum)} is no {HASH_NAME} digest.")
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

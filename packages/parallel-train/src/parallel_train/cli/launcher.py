@@ -1,0 +1,200 @@
+"""`--nproc_per_node N`: the ranks of this machine, started, watched and ended together.
+
+No torch here: the launcher starts in a moment and lives beside the ranks for days.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel_config.environment import LAUNCHER_VARIABLE, LISTEN_VARIABLE, without_launch
+from parallel_train.run.signals import NOT_PUBLISHED, PREEMPTED, StopRequest, held_back
+
+PEERS_S = 30.0
+"""Seconds that the other ranks have to leave by themselves once one has failed."""
+POLL_S = 0.05
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank, in a process group of its own, which its loader workers belong to as well."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank alone: its loader workers follow it."""
+        if self.is_running:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the rank and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def __str__(self) -> str:
+        code = self.process.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
+        return f"rank {self.rank} (process {self.process.pid}) {how}"
+
+
+def without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
+    """`argv` less `--name value` and `--name=value`, in either spelling."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if skip:
+            skip = False
+        elif word.startswith("--") and name in names:
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept
+
+
+def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
+    """Run `ptrain <argv>` on `nproc_per_node` ranks of this machine and wait for them.
+
+    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to write a
+    checkpoint and leave; a second signal ends them at once. Returns 0 when all ended well, 75 when
+    they were preempted and saved, 2 when the input was wrong, 128 + n when signal n ended them, by
+    coming a second time or because they did not leave in time, 1 otherwise. No rank outlives the
+    call, and ranks whose launcher was killed stop.
+    """
+    workers: list[Worker] = []
+    ended_by: list[int] = []
+
+    def at_once(number: int) -> None:
+        ended_by.append(number)
+        for worker in workers:
+            worker.kill()
+
+    stop = StopRequest(
+        announce="saving, then leaving; send it again to stop at once", on_second=at_once
+    )
+    with stop:
+        try:
+            with _start(workers, argv, nproc_per_node):
+                complaint, ended = _wait(workers, stop, grace_s)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.process.wait()
+    if ended_by:
+        return 128 + ended_by[0]
+    if complaint:
+        print(f"ptrain: {complaint}", file=sys.stderr)
+    if ended is not None:
+        return 128 + ended
+    return _verdict([worker.process.returncode for worker in workers])
+
+
+@contextlib.contextmanager
+def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[None]:
+    """Start the ranks. Within, they know that the launcher is there."""
+    command = [sys.executable, "-u", "-m", "parallel_train", *argv]
+    # Opened here and handed to rank 0, so that nobody can take the port in between.
+    with socket.create_server((HOST, 0), backlog=count) as meeting, _pipe() as watched:
+        for rank in range(count):
+            with held_back():  # until the rank can answer; it inherits that
+                # A session of its own keeps Ctrl-C in a terminal from reaching ranks twice.
+                process = subprocess.Popen(
+                    command,
+                    env=_environment(rank, count, meeting, watched),
+                    pass_fds=[watched, *([meeting.fileno()] if rank == 0 else [])],
+                    start_new_session=True,
+                )
+                workers.append(Worker(rank, process))
+        meeting.close()  # it is rank 0's now: where that rank is gone, nothing must answer
+        yield
+
+
+def _environment(rank: int, count: int, meeting: socket.socket, watched: int) -> dict[str, str]:
+    """What a rank is told, beside what the launcher itself was."""
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": meeting.getsockname()[1],
+        LAUNCHER_VARIABLE: watched,
+        **({LISTEN_VARIABLE: meeting.fileno()} if rank == 0 else {}),
+    }
+    # One thread per rank, as torchrun does: ranks that each use every core slow one another down.
+    return {
+        "OMP_NUM_THREADS": "1",
+        **without_launch(os.environ),
+        **{name: str(value) for name, value in told.items()},
+    }
+
+
+def _wait(
+    workers: Sequence[Worker], stop: StopRequest, grace_s: float
+) -> tuple[str, signal.Signals | None]:
+    """Until no rank is left. Returns what went wrong, in words, and the signal that ranks did not
+    answer in time; nothing if all was well.
+    """
+    passed_on = False
+    unanswered: signal.Signals | None = None
+    first: Worker | None = None
+    deadline, why = float("inf"), ""
+    while running := [worker for worker in workers if worker.is_running]:
+        now = time.monotonic()
+        if stop.received is not None and not passed_on:
+            passed_on = True
+            for worker in running:
+                worker.signal(stop.received)
+            deadline, unanswered = now + grace_s, stop.received
+            why = f"did not leave within --grace_s {grace_s:g} after {stop.received.name}"
+        ended = [worker for worker in workers if worker.process.returncode]
+        # Ranks that leave with 0 have all met before; the main rank may still be publishing.
+        if first is None and ended:
+            first = min(ended, key=lambda w: w.process.returncode)
+            is_failed = first.process.returncode not in (0, PREEMPTED)
+            if is_failed and now + PEERS_S < deadline:
+                deadline, why = now + PEERS_S, f"did not leave within {PEERS_S:g} s after {first}"
+                unanswered = None
+        if now > deadline:
+            for worker in running:
+                worker.kill()
+            names = [worker.rank for worker in running]
+            return f"ranks {names} {why}, and were killed.", unanswered
+        time.sleep(POLL_S)
+    is_well = _verdict([worker.process.returncode for worker in workers]) != 1
+    return "" if is_well or first is None else f"{first} first.", None
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[int]:
+    """The reading end of a pipe; it reads as ended once this process is."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def _verdict(codes: Sequence[int]) -> int:
+    found = set(codes)
+    if found <= {0, PREEMPTED}:
+        return PREEMPTED if PREEMPTED in found else 0
+    if found <= {0, NOT_PUBLISHED}:
+        return NOT_PUBLISHED
+    return 2 if found == {2} else 1

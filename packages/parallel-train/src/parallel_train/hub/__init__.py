@@ -1,0 +1,1 @@
+"""What a run sends to the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""The numbers of a run: where they go, and what they mean."""

@@ -1,0 +1,148 @@
+"""Sinks of other people's tools: TensorBoard, and Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from parallel_config import ConfigError, Problem
+from parallel_train.config import LoggingConfig
+from parallel_train.metrics.sinks import Row, Sink
+
+WANDB_ID = "wandb_run_id"
+"""File in the run folder: a resumed run goes on under the same name there."""
+
+
+def check_tracking(config: LoggingConfig) -> None:
+    """Fail before anything is built or written, not when the first row is there.
+
+    Raises:
+        ConfigError: a sink is asked for whose package is not installed, or that nobody is logged
+            in to.
+    """
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                Problem(
+                    f"logging.{name}",
+                    f"= True, but {name} is not installed.",
+                    f'Use pip install "parallel-train[{name}]", or --no-logging.{name}.',
+                )
+            )
+    if config.wandb and config.wandb_mode == "online":
+        _require_login()
+
+
+def _require_login() -> None:
+    import wandb
+
+    # Older versions ask a person whatever one wants, and newer ones warn of `wandb.api`.
+    if "prompt" in inspect.signature(wandb.login).parameters:
+        is_known = wandb.login(prompt=False, verify=False)
+    else:
+        is_known = bool(wandb.api.api_key)
+    if not is_known:
+        raise _no_wandb("nobody is logged in.")
+
+
+def _no_wandb(why: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            "logging.wandb",
+            f"= True, but Weights & Biases does not start: {why}",
+            "Use `wandb login`, --logging.wandb_mode offline, or --no-logging.wandb.",
+        )
+    )
+
+
+def tracking_sinks(
+    config: LoggingConfig, folder: Path, start: int, document: Mapping[str, Any]
+) -> list[Sink]:
+    """The sinks that the config asks for.
+
+    Args:
+        config: which.
+        folder: of the run.
+        start: updates that were done before; what was logged of later ones is repeated.
+        document: the run's config as plain values.
+    """
+    found: list[Sink] = []
+    if config.tensorboard:
+        found.append(TensorBoardSink(folder / "tensorboard", start=start))
+    if config.wandb:
+        found.append(WandbSink(config, folder, document))
+    return found
+
+
+class TensorBoardSink:
+    """Event files; `tensorboard --logdir` shows them. Rows that a resume repeats are hidden."""
+
+    def __init__(self, folder: Path, *, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+    def emit(self, row: Row) -> None:
+        """Write every number of the row under its name."""
+        for name, value in numbers(row):
+            self._writer.add_scalar(name, value, row.step)
+
+    def note(self, line: str) -> None:
+        """Notes are for people."""
+
+    def close(self) -> None:
+        """Write what is pending."""
+        self._writer.close()
+
+
+class WandbSink:
+    """One run at Weights & Biases, gone on with when this one is resumed.
+
+    Numbers are drawn over `step`, a value of ours: W&B's own counter refuses to go back, as a
+    resume from an earlier step must.
+    """
+
+    def __init__(self, config: LoggingConfig, folder: Path, document: Mapping[str, Any]) -> None:
+        import wandb
+
+        known = folder / WANDB_ID
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        try:
+            self._run: Any = wandb.init(
+                id=known.read_text(encoding="utf-8").strip(),
+                resume="allow",
+                dir=str(folder),
+                name=folder.name,
+                project=config.wandb_project,
+                entity=config.wandb_entity,
+                mode=config.wandb_mode,
+                config=dict(document),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.Error as error:
+            raise _no_wandb(str(error)) from error
+        self._run.define_metric("*", step_metric="step")
+
+    def emit(self, row: Row) -> None:
+        """Send every number of the row."""
+        self._run.log({"step": row.step, **dict(numbers(row))})
+
+    def note(self, line: str) -> None:
+        """Notes are for people."""
+
+    def close(self) -> None:
+        """Send what is pending."""
+        self._run.finish()
+
+
+def numbers(row: Row) -> Iterator[tuple[str, float]]:
+    """Everything in a row but its step, by name."""
+    for name, value in vars(row).items():
+        if name not in ("step", "extra"):
+            yield name, value
+    yield from row.extra.items()

@@ -1,0 +1,259 @@
+"""Where a run starts: afresh or from a checkpoint, decided before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel_ckpt import (
+    CheckpointError,
+    CheckpointSaver,
+    newest_intact,
+    read_manifest,
+    resolve_checkpoint,
+)
+from parallel_ckpt import layout as ckpt_layout
+from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.store.integrity import Verify
+from parallel_ckpt.store.lock import RunLock
+from parallel_ckpt.store.manifest import Manifest
+from parallel_config import ConfigError, Problem, Topology, with_environment
+from parallel_config.environment import accelerate_variables, environment_wins
+from parallel_engine import from_main
+from parallel_train.config import TrainConfig, read_config
+from parallel_train.policies.registry import POLICIES
+from parallel_train.run.adapt import (
+    adapt,
+    changed_paths,
+    differences,
+    global_batch,
+    resolved_config,
+)
+from parallel_train.run.folder import RunFolder, default_output_dir
+
+if TYPE_CHECKING:
+    from parallel_train.train import Job
+
+
+WRITER_S = 120.0
+"""How long a resumed run waits for the process that still writes it to leave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The decision, the same on every rank."""
+
+    folder: RunFolder
+    config: TrainConfig
+    """With the degrees as decided."""
+    topology: Topology
+    checkpoint: Path | None = None
+    """The step folder to continue; None starts afresh."""
+    verify: Verify = "fast"
+    """How its files are yet to be checked: the newest of a folder was chosen by its checksums."""
+    changed: frozenset[str] = frozenset()
+    """Paths of fields that differ from the checkpoint's config."""
+    left_out: tuple[str, ...] = ()
+    """Keys of the checkpoint's config that only another version knows."""
+    notes: tuple[str, ...] = ()
+    """Lines to show."""
+
+
+def under_environment(job: Job) -> Job:
+    """The job with what accelerate's variables change, where they are allowed to; says so."""
+    accelerator, lines = with_environment(job.config.accelerator)
+    if not environment_wins():
+        return job
+    counts = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in accelerate_variables()
+    return dataclasses.replace(
+        job,
+        config=dataclasses.replace(job.config, accelerator=accelerator),
+        accumulation_given=job.accumulation_given or counts,
+        notes=(*job.notes, *(f"the environment wins: {line}" for line in lines)),
+        overridden=lines,
+    )
+
+
+def decide_start(job: Job, *, world_size: int) -> Start:
+    """Collective: every rank. Look at the folder and the job, and mend what a dead save left.
+
+    Raises:
+        ConfigError: a run is in the way, there is none to continue, or its checkpoint is damaged
+            or does not fit this launch.
+    """
+    folder, named = from_main(lambda: _locate(job))
+    checkpoint = named
+    notes = list(job.notes)
+    if named is None and job.resume != "never":
+        notes += _mend(folder, world_size)
+        checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
+        notes += [f"skipped {path}: {reason}" for path, reason in skipped]
+        if checkpoint is None and (skipped or job.resume == "must"):
+            raise _nothing_intact(folder, notes)
+    start = from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
+    if named is None:
+        return start
+    return dataclasses.replace(start, verify=job.config.checkpoint.verify)
+
+
+def _nothing_intact(folder: RunFolder, notes: list[str]) -> ConfigError:
+    """Damage everywhere is no fresh start: it would write over what may still be mended."""
+    remedy = "Use --resume auto to start afresh in that case."
+    if notes:
+        remedy = "\n".join(["Mend these, or move them away to start afresh.", *notes])
+    return ConfigError(
+        Problem(
+            "output_dir", f"= {str(folder.path)!r} holds no intact checkpoint to resume.", remedy
+        )
+    )
+
+
+def _mend(folder: RunFolder, world_size: int) -> list[str]:
+    """Collective: every rank. Put right what a save that was killed left half done.
+
+    A step that was being replaced may lie aside; it must be back before the newest is looked for.
+    """
+    lines: list[str] = []
+    if from_main(folder.holds_run):
+        lines += from_main(lambda: _wait_for_writer(folder))
+        topology = Topology(dp_replicate=world_size)
+        CheckpointSaver(folder.path, topology=topology, on_note=lines.append).close()
+    return lines
+
+
+def _wait_for_writer(folder: RunFolder) -> list[str]:
+    """Let the former process of a requeued job finish its last save; lines about its lock.
+
+    Raises:
+        CheckpointError: it writes on after `WRITER_S`: two jobs were given one run.
+    """
+    deadline = time.monotonic() + WRITER_S
+    told = False
+    while True:
+        try:
+            lock, notes = RunLock.acquire(ckpt_layout.RunFolder(folder.path).lock)
+            lock.release()
+            return notes
+        except OSError:
+            return []  # the saver, which comes next, meets the same and says it in one line
+        except CheckpointError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not told:
+                print(f"waiting up to {WRITER_S:.0f} s for the run's writer: {error}", flush=True)
+                told = True
+            time.sleep(0.2)
+
+
+def _locate(job: Job) -> tuple[RunFolder, Path | None]:
+    """The run folder, and the checkpoint where one was named outright."""
+    if job.checkpoint is not None:
+        folder, checkpoint = _named(job.checkpoint)
+        _require_own_folder(job, folder)
+        return folder, checkpoint
+    if job.resume != "never" and job.config.output_dir is None:
+        raise ConfigError(
+            Problem(
+                "output_dir",
+                f"= None with --resume {job.resume}: such a run gets a new folder each time it "
+                "starts, and would never find itself again.",
+                "Use --output_dir.",
+            )
+        )
+    name = job.config.output_dir or default_output_dir(POLICIES.name_of(job.config.policy))
+    folder = RunFolder(Path(name))
+    if job.resume == "never" and folder.holds_run():
+        raise ConfigError(
+            Problem(
+                "output_dir",
+                f"= {name!r} already holds a run.",
+                f"Continue it with `ptrain resume {name}` or --resume auto, or use another "
+                "--output_dir.",
+            )
+        )
+    return folder, None
+
+
+def _named(path: Path) -> tuple[RunFolder, Path | None]:
+    """What a path that was named outright means: a run, or one checkpoint of it."""
+    run = RunFolder(path.expanduser().absolute())
+    if run.checkpoints.is_dir():
+        resolve_checkpoint(run.path)  # says so when there is none
+        return run, None
+    step = resolve_checkpoint(path)
+    return RunFolder(step.parent.parent), step
+
+
+def _require_own_folder(job: Job, folder: RunFolder) -> None:
+    other = job.config.output_dir
+    if job.output_dir_given and other and Path(other).resolve() != folder.path.resolve():
+        raise ConfigError(
+            Problem(
+                "output_dir",
+                f"= {other!r}, but a run goes on in its own folder, {str(folder.path)!r}.",
+                "Leave it out. To go on elsewhere, copy the run's folder and resume the copy.",
+            )
+        )
+
+
+def _require_same_optimizer(saved: TrainConfig, now: TrainConfig) -> None:
+    if saved.optimizer.type != now.optimizer.type:
+        raise ConfigError(
+            Problem(
+                "optimizer.type",
+                f"= {now.optimizer.type!r}, but the checkpoint holds the state of "
+                f"{saved.optimizer.type!r}, which the other cannot go on with.",
+                f"Use --optimizer.type {saved.optimizer.type}, or start a new run.",
+            )
+        )
+
+
+def _is_new_in_file(job: Job, manifest: Manifest) -> bool:
+    """Whether the config file gives other degrees than it did when the checkpoint was written.
+
+    The same ones were meant for the ranks of then: a requeue on others keeps the kind.
+    """
+    now, then = job.config.parallelism, manifest.provenance
+    declared = (then.get("declared_dp_replicate"), then.get("declared_dp_shard"))
+    return job.parallelism_in_file and declared != (now.dp_replicate, now.dp_shard)
+
+
+def _decide(
+    job: Job, folder: RunFolder, checkpoint: Path | None, world_size: int, notes: list[str]
+) -> Start:
+    if checkpoint is None:
+        topology = job.config.parallelism.resolve(world_size)
+        config = resolved_config(job.config, topology)
+        return Start(folder=folder, config=config, topology=topology, notes=tuple(notes))
+    loaded = read_config(
+        StepFolder(checkpoint).train_config,
+        trusted=False,
+        repeated_type=POLICIES.name_of(job.config.policy),
+    )
+    saved = loaded.config
+    notes += [note for note in loaded.notes if note not in notes]  # of `resume` they are known
+    _require_same_optimizer(saved, job.config)
+    manifest = read_manifest(StepFolder(checkpoint))
+    adapted = adapt(
+        job.config,
+        world_size=world_size,
+        saved_topology=manifest.topology,
+        saved_global_batch=global_batch(saved, manifest.topology),
+        parallelism_given=job.parallelism_given or _is_new_in_file(job, manifest),
+        accumulation_given=job.accumulation_given,
+        allow_batch_change=job.allow_batch_change,
+    )
+    lines = [f"resuming {checkpoint} (step {manifest.step})", *notes, *adapted.notes]
+    lines += [f"changed {line}" for line in differences(saved, adapted.config)]
+    return Start(
+        folder=folder,
+        config=adapted.config,
+        topology=adapted.topology,
+        checkpoint=checkpoint,
+        changed=changed_paths(saved, adapted.config),
+        left_out=loaded.left_out,
+        notes=tuple(lines),
+    )

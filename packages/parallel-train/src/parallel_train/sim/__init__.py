@@ -1,0 +1,1 @@
+"""Trained policies in simulation: rollouts, and pictures of them."""
