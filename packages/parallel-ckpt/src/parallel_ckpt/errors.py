@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
-
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError
 
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be written, found or used as it is; one line per problem."""
-
-    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (_rebuild, (type(self), self.problems, self.source))
-
-    @classmethod
-    def of(cls, path: object, message: str, remedy: str = "") -> Self:
-        """An error of one line: where, what was found and expected, and the way out."""
-        return cls(Problem(str(path), message, remedy))
-
-
-def _rebuild(
-    kind: type[CheckpointError], problems: tuple[Problem, ...], source: str
-) -> CheckpointError:
-    """Unpickling: an error found by one rank is raised by the others."""
-    return kind(problems, source=source)
 
 
 class CheckpointNotFound(CheckpointError):

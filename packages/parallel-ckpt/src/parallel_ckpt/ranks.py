@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel_ckpt.errors import CheckpointError
-from parallel_config import ConfigError, agreed
+from parallel_config import ReportedError, agreed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -121,7 +121,7 @@ class Ranks:
         """Collective: every rank. Run `act`, which has no collectives, on each rank.
 
         Raises:
-            ConfigError: the same on every rank when any rank's `act` failed.
+            ReportedError: the same on every rank when any rank's `act` failed.
         """
         result, cause, error = self._try(act)
         self._raise_first(self.all_gather(error), cause)
@@ -149,13 +149,13 @@ class Ranks:
         self._raise_first([error], cause)
         return result[0]
 
-    def _try(self, act: Callable[[], T]) -> tuple[list[T], Exception | None, ConfigError | None]:
+    def _try(self, act: Callable[[], T]) -> tuple[list[T], Exception | None, ReportedError | None]:
         try:
             return [act()], None, None
         except Exception as error:
             return [], error, describe(error, self.rank)
 
-    def _raise_first(self, errors: Sequence[ConfigError | None], cause: Exception | None) -> None:
+    def _raise_first(self, errors: Sequence[ReportedError | None], cause: Exception | None) -> None:
         for error in errors:
             if error is not None:
                 # Alone, nobody else has it: whoever has peers by other means must still tell them.
@@ -183,9 +183,9 @@ def _set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     getattr(distributed_c10d, name)(timeout, group)
 
 
-def describe(error: BaseException, rank: int) -> ConfigError:
+def describe(error: BaseException, rank: int) -> ReportedError:
     """What all ranks are told of one rank's error."""
-    if isinstance(error, ConfigError):
+    if isinstance(error, ReportedError):
         return error
     if isinstance(error, OSError):
         where = error.filename or "file system"

@@ -16,6 +16,7 @@ from parallel_config.checkpoint import CheckpointConfig as CheckpointConfig
 from parallel_config.checkpoint import CheckpointFormat as CheckpointFormat
 from parallel_config.errors import ConfigError as ConfigError
 from parallel_config.errors import Problem as Problem
+from parallel_config.errors import ReportedError as ReportedError
 from parallel_config.errors import agreed as agreed
 from parallel_config.errors import is_agreed as is_agreed
 from parallel_config.names import clean_fqn as clean_fqn

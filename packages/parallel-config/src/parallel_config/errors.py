@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -34,13 +34,22 @@ class Problem:
         return Problem(f"{prefix}.{self.path}" if self.path else prefix, self.message, self.remedy)
 
 
-class ConfigError(ValueError):
-    """Wrong input, with every problem found: one line each, path first."""
+class ReportedError(Exception):
+    """Base of the errors that a person reads as they are, without a traceback.
+
+    The text has one line per problem, path first. A copy that was pickled has the same class,
+    problems and source, so that every rank can raise the error that one rank found.
+    """
 
     def __init__(self, problems: Problem | Iterable[Problem], *, source: str = "") -> None:
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.source = source
         super().__init__(self._text())
+
+    @classmethod
+    def of(cls, path: object, message: str, remedy: str = "") -> Self:
+        """An error with one problem: where, what was found and expected, and the way out."""
+        return cls(Problem(str(path), message, remedy))
 
     def _text(self) -> str:
         lines = [str(problem) for problem in self.problems]
@@ -49,13 +58,19 @@ class ConfigError(ValueError):
         count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
         return f"{self.source}: {count}\n" + "\n".join(f"  {line}" for line in lines)
 
+    # Exception pickles its arguments, which are the text here: a copy would lose the problems.
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        return (_rebuild, (self.problems, self.source))
+        return (_rebuild, (type(self), self.problems, self.source))
 
 
-def _rebuild(problems: tuple[Problem, ...], source: str) -> ConfigError:
-    """Unpickling: an error found by one rank is raised by the others."""
-    return ConfigError(problems, source=source)
+class ConfigError(ReportedError, ValueError):
+    """Wrong input, with every problem that was found."""
+
+
+def _rebuild(
+    kind: type[ReportedError], problems: tuple[Problem, ...], source: str
+) -> ReportedError:
+    return kind(problems, source=source)
 
 
 def agreed(error: E) -> E:
