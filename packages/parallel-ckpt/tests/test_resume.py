@@ -1,0 +1,196 @@
+"""A resume goes on where the save was: any name of a run, other ranks, gathered models."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallel_ckpt import (
+    CheckpointSaver,
+    StateMismatch,
+    load_weights,
+    read_manifest,
+    read_start,
+    resolve_checkpoint,
+    restore,
+)
+from parallel_ckpt.convert import convert
+from parallel_config import CheckpointConfig, CheckpointFormat, Topology
+from parallel_testing.ranks import run_ranks
+
+ONE = Topology()
+TWO = Topology(dp_shard=2)
+
+
+def build(size: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, sharded where there are ranks, and an optimizer."""
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int = 8) -> float:
+    generator = torch.Generator().manual_seed(number)
+    loss = model(torch.randn(4, size, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def quiet(note: str) -> None:
+    """Where notes of a saver go."""
+
+
+def test_a_missing_moment_is_an_error_and_no_zero(tmp_path: Path) -> None:
+    model, optimizer = build()
+    train(model, optimizer, 0)
+    with CheckpointSaver(tmp_path, topology=ONE, on_note=quiet) as saver:
+        path = saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    index = path / "training_state/optimizer.json"
+    text = index.read_text()
+    assert '"exp_avg"' in text
+    other, fresh = build()
+    before = [p.clone() for p in other.parameters()]
+    index.write_text(text.replace('"exp_avg"', '"exp_avg_old"', 1))
+    with pytest.raises(StateMismatch) as caught:
+        restore(tmp_path, other, fresh)
+    lines = str(caught.value).splitlines()
+    assert any("exp_avg_old is listed in the index but its tensor is missing" in x for x in lines)
+    assert any("exp_avg is stored but not listed in the index" in line for line in lines)
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert not fresh.state
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optimizer_sweep/pytorch_model_fsdp_test/run 1",
+        "training_state/pretrained_model/dcp",
+        "checkpoints/last",
+        "ünï [1] {x}*?",
+        "-leading",
+        "trailing.",
+        "000500",
+        "model.safetensors",
+    ],
+)
+@pytest.mark.parametrize("given", [str, Path])
+def test_any_name_of_a_run(name: str, given: type, tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "real" / name, tmp_path / "linked"
+    run.parent.mkdir(parents=True)
+    elsewhere.symlink_to(tmp_path / "real")
+    model, optimizer = build()
+    train(model, optimizer, 0)
+    with CheckpointSaver(
+        given(elsewhere / name),
+        topology=ONE,
+        checkpoint_format=CheckpointFormat.DCP,
+        on_note=quiet,
+    ) as saver:
+        saver.save(step=5, samples_seen=0, model=model, optimizer=optimizer)
+    for path in (run, elsewhere / name, run / "checkpoints/last", run / "checkpoints/000005"):
+        start = read_start(given(path), topology=ONE)
+        assert start.path == (run / "checkpoints/000005").resolve()
+        other, fresh = build()
+        restore(given(path), other, fresh)
+        assert torch.equal(other[0].weight, model[0].weight)
+    convert(given(run), given(tmp_path / f"out {name.replace('/', '-')}"))
+    load_weights(build()[0], given(tmp_path / f"out {name.replace('/', '-')}"))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def save_and_load_in_turn(run: Path) -> list[tuple[list[float], list[float]]]:
+    model, optimizer = build()
+    pairs = []
+    config = CheckpointConfig(keep_last=2)
+    form = CheckpointFormat.SAFETENSORS_DCP
+    counts, threads = [], []
+    with CheckpointSaver(
+        run, topology=TWO, config=config, checkpoint_format=form, on_note=quiet
+    ) as saver:
+        for cycle in range(20):
+            path = saver.save(step=cycle, samples_seen=0, model=model, optimizer=optimizer)
+            first = [train(model, optimizer, 10 * cycle + k) for k in range(2)]
+            read_start(path, topology=TWO)
+            restore(path, model, optimizer)
+            pairs.append((first, [train(model, optimizer, 10 * cycle + k) for k in range(2)]))
+            counts.append(open_files())
+            threads.append(threading.active_count())
+    assert max(counts[3:]) == counts[3], counts
+    assert max(threads[3:]) == threads[3], threads
+    assert len(list((run / "checkpoints").iterdir())) == 3
+    return pairs
+
+
+def test_loading_right_after_saving_gives_the_same_steps_and_leaves_nothing(tmp_path: Path) -> None:
+    for pairs in run_ranks(save_and_load_in_turn, 2, tmp_path / "run"):
+        assert len(pairs) == 20
+        for first, again in pairs:
+            assert first == again
+
+
+def draw(run: Path, world_size: int) -> float:
+    topology = Topology(dp_replicate=world_size)
+    if world_size == 3:
+        model = nn.Linear(2, 2)
+        with CheckpointSaver(run, topology=topology, on_note=quiet) as saver:
+            saver.save(step=1, samples_seen=0, model=model)
+    start = read_start(run, topology=topology)
+    assert bool(start.notes) == (world_size != 3)
+    start.restore_rng()
+    return float(torch.rand(()))
+
+
+def test_fewer_ranks_than_saved_get_streams_of_their_own(tmp_path: Path) -> None:
+    run_ranks(draw, 3, tmp_path, 3)
+    two = run_ranks(draw, 2, tmp_path, 2)
+    assert len(set(two)) == 2
+    assert two == run_ranks(draw, 2, tmp_path, 2)
+    with contextlib.chdir(tmp_path):
+        assert read_manifest_world(Path()) == 3
+
+
+def read_manifest_world(run: Path) -> Any:
+    from parallel_ckpt import StepFolder
+
+    return read_manifest(StepFolder(resolve_checkpoint(run))).topology.world_size
+
+
+def save_while_gathered(folder: Path) -> bool:
+    """After a forward without a backward FSDP2's root holds gathered parameters."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(nn.Linear(7, 5), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    assert not isinstance(model.weight, DTensor)
+    topology = Topology(dp_shard=2)
+    with CheckpointSaver(folder, topology=topology) as saver:
+        path = saver.save(step=1, samples_seen=2, model=model, optimizer=optimizer)
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    restored = restore(path, model, optimizer)
+    return isinstance(model.weight, DTensor) and restored.num_optimizer_entries == 6
+
+
+def test_a_model_that_is_gathered_at_the_moment_is_saved_and_restored(tmp_path: Path) -> None:
+    assert run_ranks(save_while_gathered, 2, tmp_path) == [True, True]
