@@ -105,9 +105,9 @@ def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
         saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
     newest_intact(root)
     ranks = _ranks.all_ranks()
-    got = ranks.attempt_for_main(lambda: 10 * ranks.rank)
+    got = ranks.together_for_main(lambda: 10 * ranks.rank)
     told = []
-    for call in (ranks.attempt_for_main, ranks.on_main):
+    for call in (ranks.together_for_main, ranks.from_main):
         try:
             call(lambda: [][0] if ranks.rank != 1 else 0)
         except CheckpointError as error:
@@ -118,7 +118,7 @@ def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
 def test_an_error_of_one_process_alone_is_agreed_with_nobody() -> None:
     """Its engine would not tell the peers, who wait for it."""
     alone = _ranks.Ranks()
-    for call in (alone.attempt, alone.attempt_all, alone.attempt_for_main, alone.on_main):
+    for call in (alone.together, alone.together_all, alone.together_for_main, alone.from_main):
         with pytest.raises(CheckpointError, match="IndexError") as failed:
             call(lambda: [][0])
         assert not is_agreed(failed.value)

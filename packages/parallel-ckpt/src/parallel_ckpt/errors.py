@@ -1,4 +1,4 @@
-"""What a reader of checkpoints is told when one is missing, foreign or damaged."""
+"""The errors of this package. Each has one line per problem: where, what was found, the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The ranks that act together: who is main, what all know, and how one rank's error reaches all."""
+"""Agreement between ranks: one error becomes the error of all, one value the value of all.
+
+The words are those of the engine: `agree`, `together`, `from_main`. They are methods here, because
+a checkpoint has process groups of its own: one for its calls, one for its background thread.
+No collective stands under a condition on the rank. Work that only the main rank can do is a
+function that every rank hands to `from_main`.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process among those of its group; without a process group it is alone."""
+    """One process of a process group. Without a group it is alone, and no method communicates."""
 
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None
-    """A gloo group of our own, so that nothing here meets the training's collectives."""
+    """A gloo group of our own: the collectives of the training can never be taken for ours."""
 
     @classmethod
     def join(cls, deadline_s: float = DEADLINE_S, call: str = "parallel_ckpt") -> Ranks:
@@ -46,6 +52,8 @@ class Ranks:
         import torch.distributed as dist
 
         begin, entry = time.monotonic(), datetime.timedelta(seconds=ENTRY_S)
+        # Forming the group is the first meeting, so it has the short limit. What comes after may
+        # wait for a disk, and gets the long one.
         try:
             group = dist.new_group(backend="gloo", timeout=entry)
         except RuntimeError as error:
@@ -58,8 +66,9 @@ class Ranks:
         """Collective: every rank. Meet before the work of a public call begins.
 
         Raises:
-            CheckpointError: a rank is gone, or does not make the call within `ENTRY_S`: as when
-                only the main rank makes it. The others would wait for their own deadlines.
+            CheckpointError: a rank is gone, or does not make the call within `ENTRY_S`. This
+                happens when only the main rank makes it. Without this meeting the ranks would wait
+                until their deadline.
         """
         if self.group is None:
             return
@@ -94,9 +103,9 @@ class Ranks:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Collective: every rank. On the main rank the values of all, in order of rank; else none.
+        """Collective: every rank. The values of all ranks on the main rank, [] on the others.
 
-        What only the main rank uses is not sent to everyone: of 1000 ranks each would hold 1000.
+        What only the main rank uses is not sent to all: each of 1000 ranks would hold 1000 values.
         """
         if self.group is None:
             return [value]
@@ -117,50 +126,70 @@ class Ranks:
         result: T = box[0]
         return result
 
-    def attempt(self, act: Callable[[], T]) -> T:
-        """Collective: every rank. Run `act`, which has no collectives, on each rank.
+    def agree(self, error: Exception | None) -> None:
+        """Collective: every rank. Raise the first rank's error on all ranks, or return on all.
 
         Raises:
-            ReportedError: the same on every rank when any rank's `act` failed.
+            ReportedError: the error of the lowest rank that has one, the same on every rank.
         """
-        result, cause, error = self._try(act)
-        self._raise_first(self.all_gather(error), cause)
+        self._raise_first(self.all_gather(self._portable(error)), error)
+
+    def together(self, fn: Callable[[], T]) -> T:
+        """Collective: every rank. `fn()` on every rank; an error on one is raised on all.
+
+        `fn` has no collectives of its own: a rank that failed before them would meet the others in
+        the wrong one.
+
+        Raises:
+            ReportedError: as for `agree`.
+        """
+        result, error = _try(fn)
+        self.agree(error)
         return result[0]
 
-    def attempt_all(self, act: Callable[[], T]) -> list[T]:
-        """Collective: every rank. As `attempt`, with the results of all ranks."""
-        result, cause, error = self._try(act)
-        outcomes = self.all_gather((result, error))
-        self._raise_first([found for _, found in outcomes], cause)
+    def together_all(self, fn: Callable[[], T]) -> list[T]:
+        """Collective: every rank. As `together`, with the results of all ranks."""
+        result, error = _try(fn)
+        outcomes = self.all_gather((result, self._portable(error)))
+        self._raise_first([found for _, found in outcomes], error)
         return [found[0] for found, _ in outcomes]
 
-    def attempt_for_main(self, act: Callable[[], T]) -> list[T]:
-        """Collective: every rank. As `attempt`; the results of all on the main rank, else none."""
-        result, cause, error = self._try(act)
-        outcomes = self.gather((result, error))
+    def together_for_main(self, fn: Callable[[], T]) -> list[T]:
+        """Collective: every rank. As `together_all` on the main rank, [] on the others."""
+        result, error = _try(fn)
+        outcomes = self.gather((result, self._portable(error)))
         first = next((found for _, found in outcomes if found is not None), None)
-        self._raise_first([self.broadcast(first)], cause)
+        self._raise_first([self.broadcast(first)], error)
         return [found[0] for found, _ in outcomes]
 
-    def on_main(self, act: Callable[[], T]) -> T:
-        """Collective: every rank. Run `act` on the main rank; all get its result or its error."""
-        result, cause, error = self._try(act) if self.is_main else ([], None, None)
-        result, error = self.broadcast((result, error))
-        self._raise_first([error], cause)
+    def from_main(self, fn: Callable[[], T]) -> T:
+        """Collective: every rank. `fn()` on the main rank; its value or its error is that of all.
+
+        The value is pickled.
+        """
+        result, error = _try(fn) if self.is_main else ([], None)
+        result, found = self.broadcast((result, self._portable(error)))
+        self._raise_first([found], error)
         return result[0]
 
-    def _try(self, act: Callable[[], T]) -> tuple[list[T], Exception | None, ReportedError | None]:
-        try:
-            return [act()], None, None
-        except Exception as error:
-            return [], error, describe(error, self.rank)
+    def _portable(self, error: Exception | None) -> ReportedError | None:
+        return None if error is None else describe(error, self.rank)
 
     def _raise_first(self, errors: Sequence[ReportedError | None], cause: Exception | None) -> None:
         for error in errors:
             if error is not None:
-                # Alone, nobody else has it: whoever has peers by other means must still tell them.
+                # An error of one process alone is not marked as agreed: its caller may have peers
+                # by other means, and must still tell them.
                 told = error if self.group is None else agreed(error)
                 raise told from (None if cause is error else cause)
+
+
+def _try(fn: Callable[[], T]) -> tuple[list[T], Exception | None]:
+    """The result in a list, which is empty after an error: None may be a result."""
+    try:
+        return [fn()], None
+    except Exception as error:
+        return [], error
 
 
 def _not_all_here(call: str, error: RuntimeError, waited_s: float) -> CheckpointError:
@@ -183,8 +212,8 @@ def _set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     getattr(distributed_c10d, name)(timeout, group)
 
 
-def describe(error: BaseException, rank: int) -> ReportedError:
-    """What all ranks are told of one rank's error."""
+def describe(error: Exception, rank: int) -> ReportedError:
+    """One rank's error as all ranks raise it."""
     if isinstance(error, ReportedError):
         return error
     if isinstance(error, OSError):
@@ -194,7 +223,7 @@ def describe(error: BaseException, rank: int) -> ReportedError:
 
 
 def _is_running() -> bool:
-    """Whether there are other ranks. Reading a checkpoint alone does not pay for torch's import."""
+    """Whether there is a process group. A lone process that reads does not import torch."""
     if "torch" not in sys.modules:
         return False
     import torch.distributed as dist
@@ -209,8 +238,8 @@ _shared: dict[Any, Ranks] = {}
 def all_ranks(call: str = "parallel_ckpt") -> Ranks:
     """Collective: every rank. The group that free functions share, formed at the first call.
 
-    `call` is what an error calls the function that a rank does not make. The group is remembered
-    per process group, because groups are scarce and are freed only together.
+    `call` names the public function in the error about a rank that does not make it. The group is
+    kept for as long as the process group lives, because forming one is slow and sockets are scarce.
     """
     if not _is_running():
         return Ranks()

@@ -308,7 +308,7 @@ def on_main_at_leisure(act: Callable[[], T]) -> T:
             store.set(key, "")
     else:
         _wait_for(store, key, FETCH_S)
-    return ranks.on_main(lambda: outcome[0]())
+    return ranks.from_main(lambda: outcome[0]())
 
 
 def _wait_for(store: Any, key: str, limit_s: float) -> None:

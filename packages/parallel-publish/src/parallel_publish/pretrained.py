@@ -95,7 +95,7 @@ class PreTrainedModel(nn.Module):
         Raises:
             ConfigError: the same on every rank, when any rank failed.
         """
-        document = all_ranks().attempt(lambda: json.dumps(self.config_document(), indent=2) + "\n")
+        document = all_ranks().together(lambda: json.dumps(self.config_document(), indent=2) + "\n")
         return save_pretrained(
             self,
             folder,
@@ -162,8 +162,8 @@ def save_pretrained(
     target = Path(folder).expanduser().absolute()
     fresh = target.with_name(f".{target.name}.saving")
     ranks = all_ranks()
-    max_bytes = ranks.attempt(lambda: parse_size(max_shard_size))
-    ranks.on_main(lambda: shutil.rmtree(fresh, ignore_errors=True))
+    max_bytes = ranks.together(lambda: parse_size(max_shard_size))
+    ranks.from_main(lambda: shutil.rmtree(fresh, ignore_errors=True))
     save_weights(unwrap(model), fresh, max_shard_bytes=max_bytes)
 
     def finish() -> None:
@@ -173,7 +173,7 @@ def save_pretrained(
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
 
-    ranks.on_main(finish)
+    ranks.from_main(finish)
     return target
 
 

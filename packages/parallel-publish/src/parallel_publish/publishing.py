@@ -134,7 +134,7 @@ def preflight_publish(
         if config.push_checkpoints:
             preflight(Target.of_checkpoints(config, token=token))
 
-    all_ranks().on_main(check)
+    all_ranks().from_main(check)
 
 
 def publish_trained_model(
@@ -194,13 +194,13 @@ def stage_trained_model(
     """
     folder = Path(staging).expanduser().absolute()
     ranks = all_ranks()
-    target = ranks.attempt(lambda: Target.of(config, token=token))
+    target = ranks.together(lambda: Target.of(config, token=token))
     size = num_bytes(model)
-    ranks.on_main(lambda: check_disk(folder, size))
+    ranks.from_main(lambda: check_disk(folder, size))
     documents = dict(files or {}) | ({TRAIN_CONFIG: train_config} if train_config else {})
     inner = unwrap(model)
     if isinstance(inner, PreTrainedModel) and CONFIG not in documents:
-        documents[CONFIG] = ranks.attempt(lambda: json.dumps(inner.config_document(), indent=2))
+        documents[CONFIG] = ranks.together(lambda: json.dumps(inner.config_document(), indent=2))
     save_pretrained(
         model, folder, files=documents, processors=processors, max_shard_size=max_shard_size
     )
@@ -210,7 +210,7 @@ def stage_trained_model(
         write_card(folder, info, repo_id=target.repo_id)
         seal(folder)
 
-    ranks.on_main(finish)
+    ranks.from_main(finish)
     return Staged(folder=folder, target=target)
 
 

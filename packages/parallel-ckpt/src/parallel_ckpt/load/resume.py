@@ -90,9 +90,9 @@ def read_start(path: str | Path, *, topology: Topology, verify: Verify = "full")
         DamagedCheckpoint: a file is missing or differs; the same on every rank.
     """
     ranks = all_ranks("read_start")
-    folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
+    folder = StepFolder(Path(ranks.from_main(lambda: str(resolve_checkpoint(path)))))
     manifest = verify_on_all(folder, verify, ranks)
-    return ranks.attempt(lambda: _read_start(Contents(folder, manifest), topology, ranks.rank))
+    return ranks.together(lambda: _read_start(Contents(folder, manifest), topology, ranks.rank))
 
 
 def restore(
@@ -123,17 +123,17 @@ def restore(
             the second case nothing has been changed.
     """
     ranks = all_ranks("restore")
-    folder = StepFolder(Path(ranks.on_main(lambda: str(resolve_checkpoint(path)))))
+    folder = StepFolder(Path(ranks.from_main(lambda: str(resolve_checkpoint(path)))))
     if verify is not None:
         verify_on_all(folder, verify, ranks)
-    plan = ranks.attempt(lambda: _plan(folder, model, optimizer, scheduler))
-    ranks.attempt(lambda: fill_all(plan.source, plan.weights, plan.keys))
+    plan = ranks.together(lambda: _plan(folder, model, optimizer, scheduler))
+    ranks.together(lambda: fill_all(plan.source, plan.weights, plan.keys))
     num_entries = 0
     if optimizer is not None:
-        ranks.attempt(lambda: _fill_optimizer(plan))
-        num_entries = ranks.attempt(lambda: _install(plan, model, optimizer, keep))
+        ranks.together(lambda: _fill_optimizer(plan))
+        num_entries = ranks.together(lambda: _install(plan, model, optimizer, keep))
     if scheduler is not None:
-        ranks.attempt(lambda: _restore_scheduler(plan, scheduler, keep))
+        ranks.together(lambda: _restore_scheduler(plan, scheduler, keep))
     return Restored(num_tensors=len(plan.weights), num_optimizer_entries=num_entries)
 
 
@@ -172,10 +172,10 @@ def load_weights_alone(
 def _load_weights(
     model: nn.Module, path: str | Path, ranks: Ranks, allow_cast: bool, verify: Verify | None
 ) -> int:
-    where = Path(ranks.on_main(lambda: str(_weights_at(path))))
+    where = Path(ranks.from_main(lambda: str(_weights_at(path))))
 
     if verify is not None:
-        step = ranks.on_main(lambda: str(resolve_checkpoint(where)))
+        step = ranks.from_main(lambda: str(resolve_checkpoint(where)))
         verify_on_all(StepFolder(Path(step)), verify, ranks)
 
     def plan() -> tuple[Source, dict[str, Shard], dict[str, str]]:
@@ -184,8 +184,8 @@ def _load_weights(
         keys = match(source.tensors, weights, other, where="weights", allow_cast=allow_cast)
         return source, weights, keys
 
-    source, weights, keys = ranks.attempt(plan)
-    ranks.attempt(lambda: fill_all(source, weights, keys))
+    source, weights, keys = ranks.together(plan)
+    ranks.together(lambda: fill_all(source, weights, keys))
     return len(weights)
 
 

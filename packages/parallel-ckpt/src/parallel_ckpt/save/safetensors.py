@@ -45,8 +45,8 @@ def save_weights(model: nn.Module, folder: Path, *, max_shard_bytes: int = 5 * 1
         CheckpointError: the same on every rank when any rank failed.
     """
     ranks = all_ranks("save_weights")
-    shards = ranks.attempt(lambda: model_shards(model))
-    ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
+    shards = ranks.together(lambda: model_shards(model))
+    ranks.from_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     return write_safetensors(folder, shards, ranks, max_shard_bytes)
 
 
@@ -61,7 +61,7 @@ def write_safetensors(
         if owner == ranks.rank
     }
     boxes = _by_tensor(ranks.gather(mine))
-    forms = ranks.attempt(lambda: _forms(shards))
+    forms = ranks.together(lambda: _forms(shards))
     names = pack(forms, max_shard_bytes)
     if not ranks.is_main:
         for file_names in names.values():
@@ -101,7 +101,7 @@ def _receive_all(
             raise error
         return files | (_write_index(folder, index_bytes(names, forms)) if len(names) > 1 else {})
 
-    return ranks.on_main(conclude)
+    return ranks.from_main(conclude)
 
 
 def _write_file(

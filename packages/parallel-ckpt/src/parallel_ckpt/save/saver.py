@@ -34,7 +34,7 @@ from parallel_ckpt.store.commit import abandon, begin, commit, delete, mend, rea
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import FileRecord, Manifest, sequence_of
 from parallel_ckpt.store.retention import superseded
-from parallel_config import CheckpointConfig, CheckpointFormat, ConfigError, Topology
+from parallel_config import CheckpointConfig, CheckpointFormat, ReportedError, Topology
 from parallel_config.checkpoint import parse_size
 
 
@@ -152,7 +152,7 @@ class CheckpointSaver:
         """
         try:
             self.wait()
-        except ConfigError as error:
+        except ReportedError as error:
             if not failed:
                 raise
             self._on_note(str(error))
@@ -182,10 +182,10 @@ class CheckpointSaver:
             self._sequence = max(self._sequences.values(), default=0)
             return probe.name, token
 
-        name, token = self._ranks.on_main(take)
+        name, token = self._ranks.from_main(take)
         probe = self._run.checkpoints / name
         try:
-            self._ranks.attempt(lambda: _read_back(self._run, probe, token, self._ranks.rank))
+            self._ranks.together(lambda: _read_back(self._run, probe, token, self._ranks.rank))
         finally:
             if self._ranks.is_main:
                 probe.unlink(missing_ok=True)
@@ -203,7 +203,7 @@ class CheckpointSaver:
             shapes = signature(snapshot.weights), signature(snapshot.optimizer)
             return hash_bytes(repr((snapshot.step, shapes)).encode())
 
-        digests = self._ranks.attempt_all(take)
+        digests = self._ranks.together_all(take)
         odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
         if odd:
             raise CheckpointError.of(
@@ -217,15 +217,15 @@ class CheckpointSaver:
     def _stage(self, snapshot: Snapshot) -> Snapshot:
         """Copy what this rank will write into memory that nothing else touches."""
         names = needed(snapshot, self._ranks, self._format)
-        return self._ranks.attempt(lambda: self._staging.copy(snapshot, names))
+        return self._ranks.together(lambda: self._staging.copy(snapshot, names))
 
     def _write(self, snapshot: Snapshot, ranks: Ranks) -> Path:
         """Write, flush, agree, commit."""
-        folder = StepFolder(Path(ranks.on_main(lambda: str(self._begin(snapshot.step)))))
+        folder = StepFolder(Path(ranks.from_main(lambda: str(self._begin(snapshot.step)))))
         try:
-            own = ranks.attempt_for_main(lambda: write_own(folder, snapshot, ranks, self._format))
+            own = ranks.together_for_main(lambda: write_own(folder, snapshot, ranks, self._format))
             weights = self._write_safetensors(folder, snapshot, ranks)
-            path = ranks.on_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
+            path = ranks.from_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
         except BaseException:
             if ranks.is_main:
                 abandon(folder)

@@ -68,7 +68,7 @@ def newest_intact(
     ranks = all_ranks("newest_intact")
     run = RunFolder(Path(run_dir).expanduser().absolute())
     skipped: list[tuple[Path, str]] = []
-    for path in ranks.on_main(lambda: newest_first(run)):
+    for path in ranks.from_main(lambda: newest_first(run)):
         try:
             verify_on_all(StepFolder(path), verify, ranks)
         except CheckpointError as error:
@@ -84,9 +84,9 @@ def verify_on_all(folder: StepFolder, verify: Verify, ranks: Ranks) -> Manifest:
     Raises:
         DamagedCheckpoint: names each file that is missing or differs; the same on every rank.
     """
-    manifest = ranks.on_main(lambda: read_manifest(folder))
+    manifest = ranks.from_main(lambda: read_manifest(folder))
     mine = portion(manifest, ranks.rank, ranks.world_size)
-    found = ranks.attempt_all(lambda: list(file_problems(folder, mine, verify)))
+    found = ranks.together_all(lambda: list(file_problems(folder, mine, verify)))
     problems = [problem for of_rank in found for problem in of_rank]
     if problems:
         raise DamagedCheckpoint(
