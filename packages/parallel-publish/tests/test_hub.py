@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from parallel_config import ConfigError
+from parallel_publish import PublishConfig
 from parallel_publish.errors import PublishError
 from parallel_publish.hub import Target, download, list_files, preflight, publish_files
 from parallel_publish.retry import RetryPolicy
@@ -174,6 +176,26 @@ def test_what_was_given_up_is_not_committed_later(hub, target, files):
         _send(replace(target, retry=RetryPolicy(timeout_s=1.0)), files)
     _wait_for_requests()
     assert hub.commits("user/model") == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault(COMMIT, status=403), Fault(COMMIT, drop=True, times=99), Fault(COMMIT, delay_s=1.5)],
+    ids=["refused", "broken connection", "too late"],
+)
+def test_what_the_network_or_the_hub_does_is_not_wrong_input(hub, target, files, fault):
+    hub.create("user/model")
+    hub.faults.append(replace(fault))
+    policy = RetryPolicy(attempts=2, base_s=0.01, timeout_s=1.0)
+    with pytest.raises(PublishError) as caught:
+        _send(replace(target, retry=policy), files)
+    assert not isinstance(caught.value, ValueError | ConfigError)
+    _wait_for_requests()
+
+
+def test_a_config_that_names_no_repository_is_wrong_input():
+    with pytest.raises(ConfigError, match=r"publish\.repo_id is missing\."):
+        Target.of(PublishConfig())
 
 
 LFS = Fault(r"^/lfs/[0-9a-f]+$", "PUT")

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ckpt import StateMismatch
-from parallel_publish import PreTrainedModel, PublishError
+from parallel_config import ConfigError
+from parallel_publish import PreTrainedModel
 from parallel_publish.model_on_meta import parameters_on_meta
 from parallel_testing.ranks import run_ranks
 
@@ -85,7 +86,7 @@ def test_saving_again_leaves_no_stale_shards(tmp_path):
 def test_a_failed_save_leaves_the_former_one(tmp_path):
     model = Regressor()
     model.save_pretrained(tmp_path / "out")
-    with pytest.raises(PublishError, match="weights replaced by a processor"):
+    with pytest.raises(ConfigError, match="weights replaced by a processor"):
         Regressor().save_pretrained(tmp_path / "out", processors=[Rude()])
     _same(model, Regressor.from_pretrained(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -133,17 +134,17 @@ def test_arguments_must_be_plain(tmp_path):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
 
-    with pytest.raises(PublishError, match="cannot hold inner of Wild"):
+    with pytest.raises(ConfigError, match="cannot hold inner of Wild"):
         Wild(nn.Linear(1, 1)).save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(PublishError, match="neither a folder nor a repository"):
+    with pytest.raises(ConfigError, match="neither a folder nor a repository"):
         Regressor.from_pretrained(tmp_path / "nowhere")
     Regressor().save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(PublishError, match="does not exist, so nobody knows the model"):
+    with pytest.raises(ConfigError, match="does not exist, so nobody knows the model"):
         Regressor.from_pretrained(tmp_path)
 
 
@@ -183,7 +184,7 @@ def _fail_on_one(folder):
     model = Regressor()
     if torch.distributed.get_rank() == 1:
         object.__setattr__(model, "_init_arguments", {"width": object()})
-    with pytest.raises(PublishError, match="cannot hold width"):
+    with pytest.raises(ConfigError, match="cannot hold width"):
         model.save_pretrained(folder)
 
 

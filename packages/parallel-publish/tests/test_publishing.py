@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel_ckpt import CheckpointNotFound, CheckpointSaver, DamagedCheckpoint
-from parallel_config import CheckpointFormat, Topology
+from parallel_config import CheckpointFormat, ConfigError, Topology
 from parallel_publish import (
     CardInfo,
     PublishConfig,
@@ -315,7 +315,7 @@ def test_a_file_size_is_honoured_without_a_change_of_dtype(hub, checkpoint, tmp_
         (tmp_path / name).write_bytes(data)
         found |= load_file(tmp_path / name)
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
-    with pytest.raises(PublishError, match="max_shard_size = '10XB' is no size"):
+    with pytest.raises(ConfigError, match="max_shard_size = '10XB' is not a size"):
         publish_checkpoint(path, CONFIG, max_shard_size="10XB")
 
 
@@ -326,7 +326,7 @@ def test_a_folder_is_sent_as_it_is(hub, tmp_path):
         (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "out" / name).write_text("x")
     for change in ({"dtype": "bf16"}, {"max_shard_size": "1KB"}):
-        with pytest.raises(PublishError, match="weights of a folder are sent as they are"):
+        with pytest.raises(ConfigError, match="weights of a folder are sent as they are"):
             publish_checkpoint(tmp_path / "out", CONFIG, **change)
     assert hub.requests == []
     (tmp_path / "out" / "host").symlink_to("/etc/hostname")
@@ -336,7 +336,7 @@ def test_a_folder_is_sent_as_it_is(hub, tmp_path):
     assert set(hub.files("user/model")) == {"README.md", "model.safetensors", "LICENSE"}
     assert said[0] == "not sent, being no file of a model: data/, host, notes.txt"
     (tmp_path / "out" / "config.json").symlink_to("/etc/hostname")
-    with pytest.raises(PublishError, match=r"config.json is a link out of the folder\."):
+    with pytest.raises(ConfigError, match=r"config.json is a link out of the folder\."):
         publish_checkpoint(tmp_path / "out", CONFIG)
 
 
@@ -396,7 +396,7 @@ def test_a_model_is_sent_with_its_common_files_whoever_wrote_them(hub, tmp_path)
 def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
     """Nor could the paths in it be taken out."""
     save_pretrained(TinyModel(), tmp_path / "out", files={name: '{"root": "/home/me'})
-    with pytest.raises(PublishError, match=rf"{name} is no JSON document"):
+    with pytest.raises(ConfigError, match=rf"{name} is no JSON document"):
         publish_checkpoint(tmp_path / "out", CONFIG)
     assert hub.requests == []
 
@@ -404,7 +404,7 @@ def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
 def test_an_index_that_is_none_is_said(hub, tmp_path):
     save_pretrained(TinyModel(), tmp_path / "out")
     (tmp_path / "out/model.safetensors.index.json").write_text("[]")
-    with pytest.raises(PublishError, match="is no index of weights"):
+    with pytest.raises(ConfigError, match="is no index of weights"):
         publish_checkpoint(tmp_path / "out", CONFIG)
 
 
@@ -446,7 +446,7 @@ def test_wrong_folders(hub, tmp_path):
     with pytest.raises(CheckpointNotFound):
         publish_checkpoint(tmp_path, CONFIG)
     (tmp_path / "model.safetensors").write_bytes(b"none")
-    with pytest.raises(PublishError, match="is damaged"):
+    with pytest.raises(ConfigError, match="is damaged"):
         publish_checkpoint(tmp_path, CONFIG)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel_config import CheckpointConfig, ConfigError, Topology
+from parallel_config import CheckpointConfig, ReportedError, Topology
 from parallel_publish import PublishConfig
 from parallel_testing.hub import Blob, Fault
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
@@ -122,7 +122,7 @@ def test_with_publishing_off_there_is_no_network_call(hub, ptrain):
 def _preflight(hub, folder, *, policy=None, **publish):
     publish = {"enable": True, "repo_id": "user/run", **publish}
     config = TrainConfig(policy=policy or ACTConfig(), publish=PublishConfig(**publish))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ReportedError) as caught:
         RunPublisher(config, RunFolder(folder), Topology(), is_main=True).check()
     assert not folder.exists()
     assert hub.repos.keys() <= {"user/open"}
@@ -505,11 +505,14 @@ def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
 
 
 def test_the_section_survives_the_file(tmp_path):
+    from parallel_config.codec import parse
     from parallel_train.config import SCHEMA
 
     config = TrainConfig(
         publish=PublishConfig(enable=True, repo_id="user/run", tags=("a", "b"), timeout_s=5),
         checkpoint=CheckpointConfig(save_freq=3),
     )
-    loaded = SCHEMA.load(SCHEMA.dump(config), source="file", trusted=False)
+    loaded = SCHEMA.from_document(
+        parse(SCHEMA.dump(config), source="file"), source="file", trusted=False
+    )
     assert loaded.config == config

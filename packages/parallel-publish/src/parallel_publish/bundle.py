@@ -17,10 +17,9 @@ from parallel_ckpt import DamagedCheckpoint, read_manifest, resolve_checkpoint
 from parallel_ckpt.layout import DCP, SAFETENSORS, SAFETENSORS_INDEX, TRAINING_STATE, StepFolder
 from parallel_ckpt.store.integrity import Verify, file_problems
 from parallel_ckpt.store.manifest import FileRecord
-from parallel_config import Problem
+from parallel_config import ConfigError, Problem
 from parallel_config.checkpoint import parse_size
 from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, loss_curve_svg, render_card
-from parallel_publish.errors import PublishError
 from parallel_publish.processors import Processor
 from parallel_publish.retry import Stop, Stopped, never
 from parallel_publish.sharing import DOCUMENTS
@@ -52,18 +51,18 @@ def write_files(
     """Write documents and processors beside the weights. No collective.
 
     Raises:
-        PublishError: a name leads out of the folder or takes the place of the weights.
+        ConfigError: a name leads out of the folder or takes the place of the weights.
     """
     for name, content in files.items():
         if Path(name).name != name or name in (".", "..") or is_weight_file(name):
-            raise PublishError.of(name, "is no name for a file beside the weights.")
+            raise ConfigError.of(name, "is no name for a file beside the weights.")
         data = content.encode() if isinstance(content, str) else content
         (folder / name).write_bytes(data)
     before = _weight_stamps(folder)
     for processor in processors:
         processor.save_pretrained(folder)
     if _weight_stamps(folder) != before:
-        raise PublishError.of(
+        raise ConfigError.of(
             folder, "had its weights replaced by a processor; use file names of its own."
         )
 
@@ -72,11 +71,11 @@ def checked_card(info: CardInfo, *, repo_id: str) -> str:
     """Text of a card.
 
     Raises:
-        PublishError: the Hub would refuse it.
+        ConfigError: the Hub would refuse it.
     """
     problems = list(card_problems(info))
     if problems:
-        raise PublishError(problems)
+        raise ConfigError(problems)
     return render_card(info, repo_id=repo_id)
 
 
@@ -84,7 +83,7 @@ def write_card(folder: Path, info: CardInfo, *, repo_id: str) -> str:
     """Write README.md and the curve it shows; returns the card's text.
 
     Raises:
-        PublishError: the Hub would refuse the card.
+        ConfigError: the Hub would refuse the card.
     """
     text = checked_card(info, repo_id=repo_id)
     (folder / CARD).write_text(text, encoding="utf-8")
@@ -149,7 +148,7 @@ def bundle_files(folder: Path) -> dict[str, Path]:
     """Files to send by their path in the repository: what `seal` has listed, and a model's own.
 
     Raises:
-        PublishError: it is no bundle: no or damaged weights, parts of a checkpoint in it, or a link
+        ConfigError: it is no bundle: no or damaged weights, parts of a checkpoint in it, or a link
             out of it.
     """
     problems = list(bundle_problems(folder))
@@ -163,7 +162,7 @@ def bundle_files(folder: Path) -> dict[str, Path]:
         if not path.resolve().is_relative_to(root)
     ]
     if problems:
-        raise PublishError(problems, source=str(folder))
+        raise ConfigError(problems, source=str(folder))
     return found
 
 

@@ -288,7 +288,7 @@ def on_main_at_leisure(act: Callable[[], T]) -> T:
     The others look into the launch's store meanwhile, as long as a fetch may take.
 
     Raises:
-        ConfigError: the same on every rank when `act` failed.
+        ReportedError: the same on every rank when `act` failed.
         PublishError: the main rank is gone, or did not end in time.
     """
     ranks = all_ranks()

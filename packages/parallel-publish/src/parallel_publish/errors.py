@@ -1,9 +1,13 @@
-"""What goes wrong between here and the Hub, in one line each."""
+"""The base of what goes wrong between this machine and the Hub."""
 
 from __future__ import annotations
 
-from parallel_ckpt import CheckpointError
+from parallel_config import ReportedError
 
 
-class PublishError(CheckpointError):
-    """Something cannot be published or fetched; nothing that was saved is lost by it."""
+class PublishError(ReportedError):
+    """Something cannot be sent to the Hub or fetched from it now; nothing that was saved is lost.
+
+    The Hub refuses it or does not answer, or this machine cannot reach it or hold the files. It is
+    not a `ConfigError`: the input may be right, and the same call may succeed later.
+    """

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parallel_config import Problem
+from parallel_config import ConfigError, Problem
 from parallel_publish.config import PublishConfig
 from parallel_publish.errors import PublishError
 from parallel_publish.retry import RetryPolicy, Stop, Stopped, never, retried, status_of
@@ -56,10 +56,10 @@ class Target:
         """The target of a config.
 
         Raises:
-            PublishError: it names no repository.
+            ConfigError: it does not name a repository.
         """
         if config.repo_id is None:
-            raise PublishError.of("publish.repo_id", "is missing.", "Name one, as user/name.")
+            raise ConfigError.of("publish.repo_id", "is missing.", "Name one, as user/name.")
         return cls(
             repo_id=config.repo_id,
             revision=config.revision or "main",
@@ -73,7 +73,7 @@ class Target:
         """Where the run's whole checkpoints go.
 
         Raises:
-            PublishError: the config names no repository.
+            ConfigError: the config does not name a repository.
         """
         return replace(cls.of(config, token=token), revision=config.checkpoints_revision)
 

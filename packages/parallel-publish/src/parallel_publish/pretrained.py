@@ -26,10 +26,10 @@ from parallel_ckpt import resolve_checkpoint, save_weights
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.shards import unwrap
+from parallel_config import ConfigError
 from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import is_weight_file, remove_stale_weights, write_files
 from parallel_publish.config import is_repo_id
-from parallel_publish.errors import PublishError
 from parallel_publish.model_on_meta import (
     cast,
     fill,
@@ -63,11 +63,11 @@ class PreTrainedModel(nn.Module):
         """What `config.json` holds.
 
         Raises:
-            PublishError: an argument is no plain value.
+            ConfigError: an argument is no plain value.
         """
         wrong = sorted(name for name, value in self._init_arguments.items() if not plain(value))
         if wrong:
-            raise PublishError.of(
+            raise ConfigError.of(
                 CONFIG,
                 f"cannot hold {', '.join(wrong)} of {type(self).__name__}: only numbers, texts, "
                 "booleans, None, and lists and dicts of them.",
@@ -125,7 +125,8 @@ class PreTrainedModel(nn.Module):
         are left alone. `overrides` replace constructor arguments.
 
         Raises:
-            PublishError: there is no such folder or repository, or it holds no model.
+            ConfigError: there is no such folder, or it holds no model.
+            PublishError: the repository cannot be fetched.
             StateMismatch: lists the tensors that do not fit.
         """
         folder = find_pretrained(source, revision=revision, token=token)
@@ -183,7 +184,8 @@ def find_pretrained(
     """The folder of a model: as given, of a checkpoint, or fetched from the Hub.
 
     Raises:
-        PublishError: it is neither.
+        ConfigError: `source` is neither.
+        PublishError: the repository cannot be fetched.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -191,7 +193,7 @@ def find_pretrained(
             return path
         return StepFolder(resolve_checkpoint(path)).pretrained_model
     if not is_repo_id(str(source), namespace=True):
-        raise PublishError.of(source, "is neither a folder nor a repository such as user/name.")
+        raise ConfigError.of(source, "is neither a folder nor a repository such as user/name.")
     from parallel_publish.hub import Target, download
 
     target = Target(
@@ -205,17 +207,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The document in `config.json`.
 
     Raises:
-        PublishError: there is none, or it is no JSON object.
+        ConfigError: there is none, or it is no JSON object.
     """
     path = folder / CONFIG
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise PublishError.of(path, "does not exist, so nobody knows the model.") from None
+        raise ConfigError.of(path, "does not exist, so nobody knows the model.") from None
     except (OSError, ValueError) as error:
-        raise PublishError.of(path, f"cannot be read: {error}.") from error
+        raise ConfigError.of(path, f"cannot be read: {error}.") from error
     if not isinstance(document, dict):
-        raise PublishError.of(path, "is no JSON object.")
+        raise ConfigError.of(path, "is no JSON object.")
     return document
 
 

@@ -18,7 +18,7 @@ from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
 from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
 from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.shards import unwrap
-from parallel_config import ConfigError
+from parallel_config import ConfigError, ReportedError
 from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import (
     Dtype,
@@ -59,7 +59,7 @@ class Publication:
     """Bytes by path in the repository."""
     commit_url: str | None = None
     """None for a dry run, and when it failed."""
-    error: PublishError | None = None
+    error: ReportedError | None = None
     """Why it failed; nothing changed on the Hub then."""
     bundle: Path | None = None
     """Folder that was to be sent, where it was kept; None when none was made."""
@@ -117,7 +117,8 @@ def preflight_publish(
     called there only. Does nothing, and no network call, when publishing is off.
 
     Raises:
-        PublishError: the same on every rank; says what to change.
+        ConfigError: the card is wrong; the same on every rank.
+        PublishError: the Hub would not take it, or the disk is too full; the same on every rank.
     """
     if not config.wants_hub:
         return
@@ -126,7 +127,7 @@ def preflight_publish(
         info = (card or CardInfo()).with_config(config)
         problems = list(card_problems(info))
         if problems:
-            raise PublishError(problems)
+            raise ConfigError(problems)
         if staging is not None:
             check_disk(staging, needed_bytes() if callable(needed_bytes) else needed_bytes)
         if config.enable:
@@ -159,8 +160,8 @@ def publish_trained_model(
     needs no methods, and none of its own is called.
 
     Raises:
-        ConfigError: the same on every rank, when the folder could not be written. A failed upload
-            does not raise: see `Publication.error`.
+        ReportedError: the same on every rank, when the folder could not be written. A failed
+            upload does not raise: see `Publication.error`.
     """
     staged = stage_trained_model(
         model,
@@ -238,6 +239,7 @@ def publish_checkpoint(
 
     Raises:
         ConfigError: there is nothing to publish, or it is damaged.
+        PublishError: the folder for the bundle cannot be written, or the disk is too full.
     """
     target = Target.of(config, token=token)
     given = Path(path).expanduser().absolute()
@@ -282,12 +284,12 @@ def _bytes(max_shard_size: str) -> int:
     try:
         return parse_size(max_shard_size)
     except ValueError as error:
-        raise PublishError.of("max_shard_size", f"= {error}") from None
+        raise ConfigError.of("max_shard_size", f"= {error}") from None
 
 
 def _refuse_changes(folder: Path, dtype: Dtype, max_shard_size: str) -> None:
     if dtype != "keep" or max_shard_size != "5GB":
-        raise PublishError.of(
+        raise ConfigError.of(
             folder,
             "is no checkpoint, and the weights of a folder are sent as they are, without a change "
             "of dtype or max_shard_size.",
@@ -328,7 +330,7 @@ def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]
     try:
         text = card.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PublishError.of(
+        raise ConfigError.of(
             card, f"cannot be read: {error}.", "Write it anew, as UTF-8."
         ) from None
     head = text.split("\n---", 1)[0]
@@ -361,12 +363,11 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: St
             on_note=on_note,
             stop=stop,
         )
-    except ConfigError as error:
-        wrapped = error if isinstance(error, PublishError) else PublishError(error.problems)
+    except ReportedError as error:
         return Publication(
             repo_id=target.repo_id,
             files=_sizes(folder),
-            error=wrapped,
+            error=error,
             bundle=folder,
             retry=command_for(folder, target),
         )
@@ -375,7 +376,7 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: St
 
 
 def _failed(
-    folder: Path, target: Target, error: PublishError, options: Sequence[str]
+    folder: Path, target: Target, error: ReportedError, options: Sequence[str]
 ) -> Publication:
     """Nothing was built: the same command again is the way."""
     return Publication(

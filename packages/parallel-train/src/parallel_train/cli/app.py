@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from parallel_config import ConfigError
+from parallel_config import ReportedError
 
 # Modules are imported when their command is chosen: `ptrain --help` must not pay for torch.
 RUNNERS = {
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         argv = fetched(argv)
         parsed = parse(list(argv) or ["--help"])
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(error, "ptrain " + " ".join(argv[:1]))
     module = importlib.import_module(RUNNERS[argv[0]])
     return int(module.run(parsed))

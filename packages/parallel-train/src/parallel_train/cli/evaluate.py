@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, ReportedError
 from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import EvaluateCommand
 from parallel_train.cli.parsing import Parsed
@@ -30,7 +30,7 @@ def run(parsed: Parsed) -> int:
         return USAGE_ERROR
     try:
         _evaluate(command)
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(error, "ptrain evaluate")
     return 0
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from parallel_config import ConfigError, Problem, is_agreed
+from parallel_config import ConfigError, Problem, ReportedError, is_agreed
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.app import USAGE_ERROR, fail
@@ -30,8 +30,9 @@ def fetched(argv: Sequence[str]) -> list[str]:
     With --nproc_per_node the launcher does, before there are ranks.
 
     Raises:
-        ConfigError: there is none, it is damaged, or the run that is here went further. Ranks of a
-            group leave the process then, and the main one says why.
+        ConfigError: there is none, it is damaged, or the run that is here went further.
+        PublishError: the Hub does not give it. For both: ranks of a group leave the process, and
+            the main rank says why.
     """
     source = argv_flags.value_of(argv[1:], "from_hub")
     if argv[:1] != ["resume"] or source is None or {"-h", "--help"} & set(argv):
@@ -61,7 +62,7 @@ def fetched(argv: Sequence[str]) -> list[str]:
     output_dir = argv_flags.value_of(argv[1:], "output_dir")
     try:
         checkpoint = Path(on_main_at_leisure(lambda: str(_fetch(source, output_dir))))
-    except ConfigError as error:
+    except ReportedError as error:
         if facts.world_size == 1:
             raise
         from parallel_engine import leave

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_config import ConfigError
+from parallel_config import ReportedError
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import ConvertCommand, InspectCommand, VerifyCommand
 from parallel_train.cli.parsing import Parsed
@@ -32,7 +32,7 @@ def run(parsed: Parsed) -> int:
     except DamagedCheckpoint as error:
         fail(error, f"ptrain {parsed.argv[0]}")
         return DAMAGED
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(error, f"ptrain {parsed.argv[0]}")
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, ReportedError
 from parallel_train.cli.app import fail
 from parallel_train.cli.commands import PublishCommand
 from parallel_train.cli.parsing import Parsed
 from parallel_train.run.signals import NOT_PUBLISHED, StopRequest
 
 ANNOUNCEMENT = "leaving as soon as that harms nothing; send it again to stop at once"
-E = TypeVar("E", bound=ConfigError)
+E = TypeVar("E", bound=ReportedError)
 
 
 def run(parsed: Parsed) -> int:
@@ -40,7 +40,7 @@ def run(parsed: Parsed) -> int:
             return _push(command, config)
         options = {"dtype": command.dtype, "max_shard_size": command.max_shard_size}
         return publish(command.path, config, dry_run=command.dry_run, options=options)
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(spoken(error), "ptrain publish")
 
 
@@ -82,14 +82,14 @@ def check_before(config: Any, names: Mapping[str, str]) -> None:
     """Ask the Hub whether it would take a model, before work goes into one.
 
     Raises:
-        ConfigError: it would not, or is out of reach.
+        PublishError: it would not, or is out of reach.
     """
     from parallel_publish import Target
     from parallel_publish.hub import preflight
 
     try:
         preflight(Target.of(config))
-    except ConfigError as error:
+    except ReportedError as error:
         raise spoken(error, names) from None
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_config import ConfigError, Problem, is_agreed
+from parallel_config import ConfigError, Problem, ReportedError, is_agreed
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
 from parallel_train.cli.app import USAGE_ERROR, fail
@@ -92,7 +92,7 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
         seconds = argv_flags.seconds("timeout_s", parsed.command.launch.timeout_s)
         connect(timeout=timedelta(seconds=seconds))
         return _finish(train(_job(parsed), stop), facts, stop)
-    except ConfigError as error:
+    except ReportedError as error:
         # Agreed errors are the main rank's to print; any other is this rank's own.
         if facts.is_main or not is_agreed(error):
             fail(error, f"ptrain {parsed.argv[0]}")

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from parallel_config import ConfigError, Problem, Topology, agreed
+from parallel_config import Problem, ReportedError, Topology, agreed
 from parallel_engine import together
 from parallel_publish import (
     CardInfo,
@@ -58,7 +58,7 @@ class RunPublisher:
         """Collective: every rank. Find out before anything is built whether publishing will work.
 
         Raises:
-            ConfigError: the same on every rank; says what to change.
+            ReportedError: the same on every rank; says what to change.
         """
         publish = self._config.publish
         if not publish.wants_hub:
@@ -71,9 +71,9 @@ class RunPublisher:
                 staging=self._folder.path if publish.enable else None,
                 needed_bytes=lambda: _model_bytes(self._config),
             )
-        except ConfigError as error:
+        except ReportedError as error:
             problems = [*error.problems, _without(publish)]
-            raise agreed(ConfigError(problems, source=error.source)) from error
+            raise agreed(type(error)(problems, source=error.source)) from error
         without_bars()  # they would tear what the run prints
         if self._is_main and publish.push_checkpoints:
             self._pusher = CheckpointPusher(Target.of_checkpoints(publish))
@@ -100,7 +100,7 @@ class RunPublisher:
                 files=files,
                 train_config=SCHEMA.dump(self._config),
             )
-        except ConfigError as error:
+        except ReportedError as error:
             path = shlex.quote(str(self._folder.last.absolute()))
             retry = f"ptrain publish {path} --repo_id {publish.repo_id}"
             self._failures.append(f"not published: {error}\n  retry: {retry}")

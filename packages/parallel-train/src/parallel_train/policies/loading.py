@@ -85,6 +85,7 @@ def load_policy(
     Raises:
         ConfigError: there is no such checkpoint, it is damaged, or its policy is not registered
             here.
+        PublishError: the repository cannot be fetched.
     """
     folder = _find(path, revision, token)
     step = StepFolder(folder.resolve().parent)
