@@ -94,7 +94,8 @@ def build(topology: Topology, seed: int = 0) -> Run:
     if topology.is_sharded:
         shape, names = (topology.dp_shard,), ("dp_shard",)
         if topology.dp_replicate > 1:
-            shape, names = topology.mesh_shape, tuple(topology.mesh_axes)
+            shape = (topology.dp_replicate, topology.dp_shard)
+            names = ("dp_replicate", "dp_shard")
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         ignored = {model.scale}
         for block in model.blocks:

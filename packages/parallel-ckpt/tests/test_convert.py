@@ -272,7 +272,7 @@ def test_what_would_lose_data_is_refused(fresh: Path, tmp_path: Path) -> None:
         ({"output": tmp_path / "full"}, "exists and is not empty"),
         ({"output": step / "pretrained_model" / "x"}, "lies in the checkpoint itself"),
         ({"max_shard_size": 100}, "cannot appear beside the shards in one move"),
-        ({"max_shard_size": "5 parsecs"}, "is no size"),
+        ({"max_shard_size": "5 parsecs"}, "is not a size"),
         ({"dtype": "int4"}, "is none of"),
     ):
         with pytest.raises(ConfigError, match=words):

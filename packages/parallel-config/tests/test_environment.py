@@ -80,7 +80,7 @@ def test_launch_facts():
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "contradict"),
         ({"WORLD_SIZE": "2"}, "RANK is not"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' is no number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' is not a number"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "contradict"),
     ],
 )

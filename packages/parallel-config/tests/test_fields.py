@@ -48,7 +48,7 @@ from parallel_config.checkpoint import parse_size
         (lambda: CheckpointConfig(max_shard_size="5 apples"), "checkpoint.max_shard_size"),
     ],
 )
-def test_fields_out_of_range(build, path):
+def test_a_field_out_of_range_is_refused_with_its_path(build, path):
     with pytest.raises(ConfigError) as caught:
         build()
     assert path in str(caught.value)
@@ -62,13 +62,13 @@ def test_keep_every_alone_is_read_as_older_runs_saved_it():
     ("text", "num_bytes"),
     [("5GB", 5 * 10**9), ("512MiB", 512 * 2**20), ("1.5 kb", 1500), ("7", 7), (7, 7)],
 )
-def test_sizes(text, num_bytes):
+def test_a_size_is_a_number_with_or_without_a_unit(text, num_bytes):
     assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5XB", "nanGB", "infGB", 0, -1, 1.5e400])
-def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="is no size"):
+def test_a_text_that_is_not_a_size_is_refused(text):
+    with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
 

@@ -53,8 +53,8 @@ def test_what_a_plain_launch_exports_changes_only_what_differs():
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
-        ("ACCELERATE_MIXED_PRECISION", "fp8", "it is one of no, bf16, fp16"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many", "it is a whole number"),
+        ("ACCELERATE_MIXED_PRECISION", "fp8", "it must be one of no, bf16, fp16"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many", "it must be a whole number"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0", "at least one micro-batch makes a step"),
     ],
 )

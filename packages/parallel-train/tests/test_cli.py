@@ -6,6 +6,7 @@ import time
 import pytest
 
 from parallel_config import ConfigError
+from parallel_config.codec import parse as parse_document
 from parallel_train.cli.app import run
 from parallel_train.cli.flags import flag_table, normalize, positionals
 from parallel_train.cli.launcher import without_flags
@@ -171,7 +172,9 @@ def test_flags_go_over_the_file_by_presence(tmp_path):
 def test_print_config_prints_what_would_run(capsys):
     assert run(["train", "--print_config", "--steps", "5"]) == 0
     text = capsys.readouterr().out
-    assert SCHEMA.load(text, source="printed", trusted=True).config == config("--steps", "5")
+    document = parse_document(text, source="printed")
+    loaded = SCHEMA.from_document(document, source="printed", trusted=True)
+    assert loaded.config == config("--steps", "5")
     assert json.loads(text)["schema_version"] == SCHEMA.version
 
 

@@ -278,9 +278,9 @@ def from_a_newer_version(finished, tmp_path):
 
 
 LEFT_OUT = [
-    "optimizer.nesterov = true is left out: this version has no such field.",
-    "policy.registers = 4 is left out: this version has no such field.",
-    'tokenizer = {"words": 9} is left out: this version has no such field.',
+    "optimizer.nesterov = true is left out: this version does not have this field.",
+    "policy.registers = 4 is left out: this version does not have this field.",
+    'tokenizer = {"words": 9} is left out: this version does not have this field.',
 ]
 
 

@@ -130,7 +130,10 @@ def test_answers_that_are_refused(answer: Any, message: str) -> None:
     ("name", "message"),
     [
         ("Missing", r"'their_policies:Missing' cannot be imported: .*no attribute 'Missing'"),
-        ("NoConfig", r"'their_policies:NoConfig' is no PolicyConfig.*or a class whose config_cl"),
+        (
+            "NoConfig",
+            r"'their_policies:NoConfig' is not a PolicyConfig.*or a class whose config_cl",
+        ),
     ],
 )
 def test_paths_that_lead_to_no_policy(name: str, message: str) -> None:

@@ -323,7 +323,7 @@ def test_offline_nothing_is_tried(hub, runs, monkeypatch, capsys):
             ["publish", "--resumable", "--dtype", "bf16", "--tags", "x"],
             "resumable = True sends the whole checkpoint as it is, without --tags, --dtype.",
         ),
-        (["publish", "--max_shard_size", "10XB"], "max_shard_size = '10XB' is no size"),
+        (["publish", "--max_shard_size", "10XB"], "max_shard_size = '10XB' is not a size"),
         (["convert", "--push_to_hub", "bad//name"], "push_to_hub = 'bad//name' is no name on"),
         (["convert", "--private"], "private = True, but user/model exists and is public."),
         (["convert", "--push_to_hub", "me/x"], "push_to_hub = 'me/x' belongs to neither 'user'"),

@@ -75,7 +75,7 @@ class FSDPConfig:
         if self.wrap_modules is not None and not self.wrap_modules:
             yield Problem(
                 "accelerator.fsdp.wrap_modules",
-                "= [] names no module class, so nothing below the root would be sharded.",
+                "= [] does not name a module class, so nothing below the root would be sharded.",
                 "Name at least one class, or leave it out to use the model's _fsdp_wrap_modules.",
             )
         if self.min_num_params is not None and self.min_num_params < 1:
@@ -89,7 +89,7 @@ class FSDPConfig:
                 if "," in item or not item.strip():
                     yield Problem(
                         f"accelerator.fsdp.{name}",
-                        f"= {list(getattr(self, name))} holds {item!r}, which is no name.",
+                        f"= {list(getattr(self, name))} contains {item!r}, which is not a name.",
                         f"Separate names by spaces: --accelerator.fsdp.{name} "
                         f"{' '.join(part for part in item.split(',') if part.strip()) or 'Block'}.",
                     )

@@ -84,17 +84,18 @@ def parse_size(text: str | int) -> int:
     """Bytes in a size such as `5GB` or `512MiB`, or in a plain number of them.
 
     Raises:
-        ValueError: no number, no unit, or nothing left of it.
+        ValueError: the number or the unit is wrong, or the size is below one byte.
     """
     text = str(text)
+    # The unit is taken off first, so that a number may have a point or an exponent ("1.5e3 MB").
     number = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(number) :].strip().upper()
     try:
         num_bytes = int(float(number) * _UNITS[unit or "B"])
     except (KeyError, ValueError, OverflowError):
         raise ValueError(
-            f"{text!r} is no size; a number and a unit such as 5GB or 512MiB."
+            f"{text!r} is not a size; write a number and a unit, such as 5GB or 512MiB."
         ) from None
     if num_bytes < 1:
-        raise ValueError(f"{text!r} is no size of at least one byte.")
+        raise ValueError(f"{text!r} is not a size of at least one byte.")
     return num_bytes

@@ -1,7 +1,7 @@
 """Configs to and from text: strict, every problem at once, each with its full path.
 
 JSON and TOML are read, JSON is written. pydantic does the checking of plain dataclasses; what it
-does not do is here: duplicate keys, nearest names, tagged sections, schema versions.
+does not do is done here: duplicate keys, nearest names, tagged sections, schema versions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Schema(Generic[T]):
     """Version to the function that lifts a document of that version by one."""
 
     def dump(self, config: T) -> str:
-        """JSON text that `load` turns into an equal config."""
+        """JSON text; `from_document(parse(text))` turns it into an equal config."""
         return json.dumps(self.to_document(config), indent=2, allow_nan=False) + "\n"
 
     def to_document(self, config: T) -> Document:
@@ -64,34 +64,19 @@ class Schema(Generic[T]):
             document[name] = {"type": registry.name_of(getattr(config, name)), **document[name]}
         return document
 
-    def load(self, text: str, *, source: str, trusted: bool, toml: bool = False) -> Loaded[T]:
-        """Read a config from text.
-
-        `source` names the text in errors. `trusted` says that the user wrote it: only then may
-        a `type` be a `package.module:Class` path, and a missing schema version mean the newest.
-
-        Raises:
-            ConfigError: every problem found, with full paths.
-        """
-        document = parse(text, source=source, toml=toml)
-        return self.from_document(document, source=source, trusted=trusted)
-
-    def load_file(self, path: Path, *, trusted: bool) -> Loaded[T]:
-        """`load` from a `.json` or `.toml` file.
-
-        Raises:
-            ConfigError: the file cannot be read, is of another kind, or holds problems.
-        """
-        text, toml = read_config_text(path)
-        return self.load(text, source=str(path), trusted=trusted, toml=toml)
-
     def from_document(
         self, document: Document, *, source: str, trusted: bool, leave_out_unknown: bool = False
     ) -> Loaded[T]:
-        """`load` for a document that is already parsed.
+        """Build a config from a parsed document.
 
-        With `leave_out_unknown` a key that no field has is left out and named in the notes: for
-        what a program wrote, where it is no slip of a person but the field of another version.
+        `source` names the document in errors. `trusted` says that the user wrote it: only then may
+        a `type` be a `package.module:Class` path. Without a schema version the document counts as
+        one of the newest version. With `leave_out_unknown` a key that is not a field is left out
+        and named in the notes. That is for documents that a program wrote: there such a key is a
+        field of another version, and not a typing error.
+
+        Raises:
+            ConfigError: every problem found, with full paths.
         """
         document, notes = self._migrate(document, source)
         problems: list[Problem] = []
@@ -105,6 +90,8 @@ class Schema(Generic[T]):
         config, found = _validate(self.cls, document, left_out)
         problems.extend(found)
         if not problems:
+            # replace() runs __post_init__ again: fields of different sections are compared there,
+            # and only now do all sections have their values.
             with collect_problems() as crossed:
                 config = dataclasses.replace(config, **sections)
             problems.extend(crossed)
@@ -147,7 +134,7 @@ def read_config_text(path: Path) -> tuple[str, bool]:
         raise ConfigError(
             Problem(
                 name,
-                "is YAML, which is not read: its `no` means false and its `1e-3` is a text.",
+                "is YAML, which is not read: in YAML `no` means false and `1e-3` is a text.",
                 "Write the config as .json or .toml.",
             )
         )
@@ -155,7 +142,9 @@ def read_config_text(path: Path) -> tuple[str, bool]:
         raise ConfigError(Problem(name, "is neither .json nor .toml.", "Rename or convert it."))
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ConfigError(Problem(name, f"is larger than {MAX_BYTES} bytes: no config."))
+            raise ConfigError(
+                Problem(name, f"is larger than {MAX_BYTES} bytes, which is too large for a config.")
+            )
         # Some editors begin a UTF-8 file with a byte order mark.
         return path.read_text(encoding="utf-8-sig"), path.suffix.lower() == ".toml"
     except UnicodeDecodeError as error:
@@ -170,7 +159,8 @@ def parse(text: str, *, source: str, toml: bool = False) -> Document:
     """Text to a document of plain values.
 
     Raises:
-        ConfigError: syntax errors with their line, duplicate keys, NaN, or no mapping at all.
+        ConfigError: syntax errors with their line, duplicate keys, NaN, or a document that is not a
+            mapping.
     """
     if not text.strip():
         raise ConfigError(Problem(source, "is empty.", "An empty config is written as {}."))
@@ -180,7 +170,7 @@ def parse(text: str, *, source: str, toml: bool = False) -> Document:
         raise ConfigError(error.problems, source=source) from None
     except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
         kind = "TOML" if toml else "JSON"
-        raise ConfigError(Problem(source, f"is no valid {kind}: {error}.")) from None
+        raise ConfigError(Problem(source, f"is not valid {kind}: {error}.")) from None
     except RecursionError:
         raise ConfigError(Problem(source, "is nested too deeply for a config.")) from None
     if not isinstance(document, dict):
@@ -220,14 +210,14 @@ def _parse_json(text: str) -> Any:
         return dict(items)
 
     def constant(word: str) -> Any:
-        raise ConfigError(Problem(word, "is no JSON number; configs hold finite numbers."))
+        raise ConfigError(Problem(word, "is not a JSON number; configs hold finite numbers."))
 
     return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
 
 
 @dataclass(frozen=True)
 class _LeftOut:
-    """A key of a document that no field has."""
+    """A key of a document that is not a field of this version."""
 
     path: str
     value: Any
@@ -235,9 +225,9 @@ class _LeftOut:
 
     @property
     def note(self) -> str:
-        """What a person should be told."""
-        text = f"{self.path} = {_short(self.value)} is left out: this version has no such field."
-        return f"{text} {self.hint}".rstrip()
+        """The line to show to the user."""
+        text = f"{self.path} = {_short(self.value)} is left out"
+        return f"{text}: this version does not have this field. {self.hint}".rstrip()
 
 
 def _load_tagged(
@@ -271,11 +261,12 @@ def _validate(
 ) -> tuple[Any, list[Problem]]:
     """Build `cls` from a document; problems are relative to it.
 
-    A list takes the keys that no field has; None makes them problems.
+    With a list, keys that are not fields are moved to it; with None they are problems.
     """
     # Imported here because it takes longer than all the rest of `ptrain --help`.
     from pydantic import TypeAdapter, ValidationError
 
+    # Strict mode takes a list for a tuple and a text for an enum only from JSON.
     try:
         text = json.dumps(document, default=str)
     except RecursionError:
@@ -286,6 +277,8 @@ def _validate(
         except ValidationError as error:
             fitting = document if left_out is None else _leave_out(cls, document, error, left_out)
             if fitting is not document:
+                # pydantic stops at an unknown key, so what lies behind it is checked in a new try.
+                # Each try has fewer keys than the one before, so this ends.
                 return _validate(cls, fitting, left_out)
             return None, [*_flatten(cls, error), *problems]
     return config, problems
@@ -294,7 +287,7 @@ def _validate(
 def _leave_out(
     cls: type[Any], document: Document, error: ValidationError, left_out: list[_LeftOut]
 ) -> Document:
-    """The document without the keys that no field has; the same one where there are none."""
+    """A document without the keys that are not fields; the given one if all keys are fields."""
     found: Document = json.loads(json.dumps(document, default=str))
     count = len(left_out)
     for loc in dict.fromkeys(d["loc"] for d in error.errors() if d["type"] == _UNKNOWN):
@@ -377,7 +370,7 @@ def _path(cls: type[Any], loc: tuple[int | str, ...]) -> str:
 
 
 def _class_at(cls: type[Any], loc: tuple[int | str, ...]) -> type[Any] | None:
-    """The dataclass that sits at `loc` below `cls`, None when it is no dataclass."""
+    """The dataclass that sits at `loc` below `cls`, None if it is not a dataclass."""
     current: type[Any] | None = cls
     for part in loc:
         if current is None or not isinstance(part, str):

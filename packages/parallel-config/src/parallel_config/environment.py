@@ -1,9 +1,8 @@
-"""What the process environment says about a launch, and what it must not say.
+"""Launch facts from the process environment, and variables that are refused there.
 
-Launch facts (rank, world size) are read here and only here. The guard has two moments: before
-accelerate is imported, variables that would select another backend, device or topology are refused
-by name (`check_environment`); what accelerate ended up with is compared with the config in
-`parallel_engine`.
+Launch facts (rank, world size) are read here and nowhere else. The environment is checked twice.
+Before accelerate is imported, `check_environment` refuses variables that would select another
+backend, device or topology. Later `parallel_engine` compares what accelerate chose with the config.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from parallel_config.errors import ConfigError, Problem
 ALLOW_VARIABLE = "PARALLEL_ALLOW_ACCELERATE_ENV"
 """Set to 1, the environment wins over the config; the run is then marked as not reproducible."""
 DEVICE_VARIABLE = "PARALLEL_DEVICE"
-"""`cpu` or `cuda`: where to run, when the best device of the machine is not wanted."""
+"""`cpu` or `cuda`: the device to run on instead of the best one of the machine."""
 
 LISTEN_VARIABLE = "PARALLEL_LISTEN_FD"
 """From the launcher to rank 0: the descriptor of the socket on which the ranks meet."""
 LAUNCHER_VARIABLE = "PARALLEL_LAUNCHER_FD"
 """From the launcher to its workers: a descriptor that reads as ended once the launcher is gone."""
 
-_TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})
+TRUE_WORDS = frozenset({"1", "true", "yes", "on", "t", "y"})
 
-# A plain `accelerate launch` exports none of these with a value that switches something on.
+# A plain `accelerate launch` exports these too, but never with a value that turns one on. So a
+# value that turns one on was set by somebody, and only then is it refused.
 _SWITCHES: Mapping[str, str] = {
     "ACCELERATE_USE_DEEPSPEED": "hands the model to DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "hands the model to Megatron-LM",
@@ -73,7 +73,7 @@ class LaunchFacts:
     master_port: str = ""
     """Port on that host."""
     is_launched: bool = False
-    """Whether a launcher has started this process, as its RANK tells."""
+    """Whether a launcher has started this process: RANK is set."""
     listen_fd: int | None = None
     """On rank 0: the socket that already listens on that port, where the launcher opened it."""
     launcher_fd: int | None = None
@@ -89,7 +89,7 @@ class LaunchFacts:
         """Read RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE; a bare process is rank 0 of 1.
 
         Raises:
-            ConfigError: a variable is no number, or they contradict one another.
+            ConfigError: a variable is not a number, or two variables contradict each other.
         """
         environ = os.environ if environ is None else environ
         world_size = _number(environ, "WORLD_SIZE", 1)
@@ -109,7 +109,7 @@ class LaunchFacts:
             raise ConfigError(
                 Problem(
                     "RANK",
-                    f"= {rank} and WORLD_SIZE = {world_size} contradict one another.",
+                    f"= {rank} and WORLD_SIZE = {world_size} contradict each other.",
                     "Start through torchrun or --nproc_per_node, or unset RANK and WORLD_SIZE.",
                 )
             )
@@ -125,7 +125,7 @@ class LaunchFacts:
 
 
 def launch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What a launcher told this process about its place in a launch."""
+    """The variables by which a launcher gives this process its place in a launch."""
     environ = os.environ if environ is None else environ
     return {
         name: environ[name]
@@ -135,9 +135,9 @@ def launch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment less what `launch_variables` finds.
+    """The environment without the variables that `launch_variables` finds.
 
-    Left over from another launch it would send new ranks to a stranger's port.
+    If they stayed, new ranks would connect to the port of another launch.
     """
     launch = launch_variables(environ)
     return {name: value for name, value in environ.items() if name not in launch}
@@ -146,11 +146,11 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 def environment_wins(environ: Mapping[str, str] | None = None) -> bool:
     """Whether the user allowed accelerate's variables to override the config."""
     environ = os.environ if environ is None else environ
-    return environ.get(ALLOW_VARIABLE, "").strip().lower() in _TRUE
+    return environ.get(ALLOW_VARIABLE, "").strip().lower() in TRUE_WORDS
 
 
 def requested_device(environ: Mapping[str, str] | None = None) -> str | None:
-    """The device type asked for by `PARALLEL_DEVICE`, None when it is left open.
+    """The device type that `PARALLEL_DEVICE` asks for; None if it is not set.
 
     Raises:
         ConfigError: it is neither cpu nor cuda.
@@ -159,7 +159,9 @@ def requested_device(environ: Mapping[str, str] | None = None) -> str | None:
     value = environ.get(DEVICE_VARIABLE, "").strip().lower()
     if value not in ("", "cpu", "cuda"):
         raise ConfigError(
-            Problem(DEVICE_VARIABLE, f"= {value!r}, but it is cpu or cuda.", "Mend or unset it.")
+            Problem(
+                DEVICE_VARIABLE, f"= {value!r}, but it must be cpu or cuda.", "Change or unset it."
+            )
         )
     return value or None
 
@@ -174,8 +176,8 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
     """Refuse variables that select another backend, device or topology. Call before accelerate.
 
     Raises:
-        ConfigError: names each such variable with its value and effect; nothing is raised when
-            `PARALLEL_ALLOW_ACCELERATE_ENV=1` lets the environment win.
+        ConfigError: names each such variable with its value and effect. With
+            `PARALLEL_ALLOW_ACCELERATE_ENV=1` nothing is raised.
     """
     environ = os.environ if environ is None else environ
     problems = list(_foreign(environ))
@@ -185,7 +187,7 @@ def check_environment(environ: Mapping[str, str] | None = None) -> None:
 
 def _foreign(environ: Mapping[str, str]) -> Iterator[Problem]:
     for name, effect in _SWITCHES.items():
-        if environ.get(name, "").strip().lower() in _TRUE:
+        if environ.get(name, "").strip().lower() in TRUE_WORDS:
             yield _refusal(name, environ[name], effect)
     for name, effect in _VALUES.items():
         if environ.get(name, "").strip():
@@ -208,7 +210,9 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(
-            Problem(name, f"= {text!r} is no number.", f"Unset {name}, or start through torchrun.")
+            Problem(
+                name, f"= {text!r} is not a number.", f"Unset {name}, or start through torchrun."
+            )
         ) from None
 
 

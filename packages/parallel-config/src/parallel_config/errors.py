@@ -1,4 +1,4 @@
-"""The one error a person sees for wrong input, and the way several are reported at once."""
+"""Errors that a person reads, and how several problems are shown in one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ E = TypeVar("E", bound=BaseException)
 
 @dataclass(frozen=True)
 class Problem:
-    """One wrong thing: where it is, what was found, the rule it breaks and the way out."""
+    """One thing that is wrong: where it is, what was found, what is allowed and what to do."""
 
     path: str
     """Full path of the field (`accelerator.fsdp.wrap_modules`), or a file or variable name."""
@@ -28,7 +28,7 @@ class Problem:
         return f"{head} {self.remedy}".rstrip()
 
     def below(self, prefix: str) -> Problem:
-        """The same problem seen from the document that holds this section under `prefix`."""
+        """The same problem, with its path from the document that holds this section at `prefix`."""
         if not prefix or self.path == prefix or self.path.startswith(prefix + "."):
             return self
         return Problem(f"{prefix}.{self.path}" if self.path else prefix, self.message, self.remedy)
@@ -48,7 +48,7 @@ class ReportedError(Exception):
 
     @classmethod
     def of(cls, path: object, message: str, remedy: str = "") -> Self:
-        """An error with one problem: where, what was found and expected, and the way out."""
+        """An error with one problem: where, what was found and expected, and what to do."""
         return cls(Problem(str(path), message, remedy))
 
     def _text(self) -> str:
@@ -74,7 +74,7 @@ def _rebuild(
 
 
 def agreed(error: E) -> E:
-    """Mark an error that every rank raises, so that nobody needs to be told of it."""
+    """Mark an error that every rank raises, so that no rank reports it to the others."""
     vars(error)["is_agreed"] = True
     return error
 
@@ -89,9 +89,9 @@ _collected: ContextVar[list[Problem] | None] = ContextVar("collected_problems", 
 
 @contextmanager
 def collect_problems() -> Iterator[list[Problem]]:
-    """Gather the problems of every config built inside, so that they can be shown together.
+    """Collect the problems of every config that is built inside, so that all are shown together.
 
-    Configs built meanwhile may be invalid: look at the list before using them.
+    Configs that are built inside may be invalid: look at the list before you use them.
     """
     problems: list[Problem] = []
     token = _collected.set(problems)
@@ -102,20 +102,21 @@ def collect_problems() -> Iterator[list[Problem]]:
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Raise the problems a config found in itself, or hand them to `collect_problems`.
+    """Raise the problems that a config found in itself, or give them to `collect_problems`.
 
     Raises:
-        ConfigError: there is at least one problem and nobody collects.
+        ConfigError: there is at least one problem, outside of `collect_problems`.
     """
     found = list(problems)
     collector = _collected.get()
     if collector is not None:
+        # A config that is built twice, as by replace(), would report each problem twice.
         collector.extend(problem for problem in found if problem not in collector)
     elif found:
         raise ConfigError(found)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A "did you mean" clause for `word`, empty when nothing is near."""
+    """A "did you mean" clause for `word`, empty if no known word is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else ""

@@ -42,7 +42,7 @@ class OptimizerConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             yield Problem(
                 "optimizer.betas",
-                f"= {list(self.betas)}, but both lie in [0, 1).",
+                f"= {list(self.betas)}, but both must be at least 0 and below 1.",
                 "Use --optimizer.betas 0.9 0.999.",
             )
         for name in ("eps", "weight_decay"):
@@ -65,7 +65,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Learning rate as a function of the number of optimizer updates, and of nothing else."""
+    """Learning rate as a function of the number of optimizer updates alone."""
 
     type: Literal["constant", "linear", "cosine"] = "cosine"
     """Shape of the decay after the warm-up."""
@@ -106,6 +106,7 @@ class SchedulerConfig:
         Pure, so that the curve is the same for any world size and accumulation.
         """
         if updates < self.warmup_steps:
+            # + 1: an update at rate 0 would change nothing, and the peak comes right after.
             return (updates + 1) / (self.warmup_steps + 1)
         if self.type == "constant":
             return 1.0
@@ -123,8 +124,8 @@ class EMAConfig:
     decay: float | None = None
     """Share of the old average that an update keeps, such as 0.999; None keeps no average."""
     warmup: bool = True
-    """Keep at most (1 + n) / (10 + n) at the n-th update, so that the first weights are soon
-    forgotten."""
+    """Keep at most (1 + n) / (10 + n) at the n-th update, so that the average soon forgets the
+    first weights."""
 
     def __post_init__(self) -> None:
         report(self._problems())
@@ -133,6 +134,6 @@ class EMAConfig:
         if self.decay is not None and not 0 <= self.decay < 1:
             yield Problem(
                 "ema.decay",
-                f"= {self.decay}, but it lies in [0, 1).",
+                f"= {self.decay}, but it must be at least 0 and below 1.",
                 "Use --ema.decay 0.999, or None for no average.",
             )

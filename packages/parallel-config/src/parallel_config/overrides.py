@@ -1,8 +1,7 @@
-"""`PARALLEL_ALLOW_ACCELERATE_ENV=1`: what accelerate's variables make of a config.
+"""`PARALLEL_ALLOW_ACCELERATE_ENV=1`: accelerate's variables become fields of the config.
 
-The variables that accelerate itself would read become fields of the config, before anything is
-built from it. So the environment wins in one place, every part of a run sees the same values, and
-what it changed can be told.
+This happens before anything is built from the config. So the environment wins in one place, every
+part of a run sees the same values, and each change can be shown to the user.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from parallel_config.accelerator import AcceleratorConfig
-from parallel_config.environment import _TRUE, environment_wins
+from parallel_config.environment import TRUE_WORDS, environment_wins
 from parallel_config.errors import ConfigError, Problem
 
 _Parse = Callable[[str], Any]
@@ -22,9 +21,10 @@ _Parse = Callable[[str], Any]
 def with_environment(
     config: AcceleratorConfig, environ: Mapping[str, str] | None = None
 ) -> tuple[AcceleratorConfig, tuple[str, ...]]:
-    """The config as the environment has it, and a line for each field that it changed.
+    """The config with the values of the environment, and a line for each field that changed.
 
-    Without `PARALLEL_ALLOW_ACCELERATE_ENV=1` the config as it is. Applied again it changes nothing.
+    Without `PARALLEL_ALLOW_ACCELERATE_ENV=1` the config is returned as it is. A second call changes
+    nothing more.
 
     Raises:
         ConfigError: a variable has a value that its field cannot take.
@@ -47,7 +47,7 @@ def with_environment(
 def _one_of(*allowed: str) -> _Parse:
     def parse(text: str) -> str:
         if text.lower() not in allowed:
-            raise ValueError(f"it is one of {', '.join(allowed)}")
+            raise ValueError(f"it must be one of {', '.join(allowed)}")
         return text.lower()
 
     return parse
@@ -55,7 +55,7 @@ def _one_of(*allowed: str) -> _Parse:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError("it is a whole number")
+        raise ValueError("it must be a whole number")
     return int(text)
 
 
@@ -64,7 +64,7 @@ def _backend(text: str) -> str | None:
 
 
 def _flag(text: str) -> bool:
-    return text.lower() in _TRUE
+    return text.lower() in TRUE_WORDS
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def _parsed(name: str, text: str, parse: _Parse) -> Any:
         return parse(text)
     except ValueError as error:
         raise ConfigError(
-            Problem(name, f"= {text!r}, but {error}.", f"Mend or unset {name}.")
+            Problem(name, f"= {text!r}, but {error}.", f"Change or unset {name}.")
         ) from None
 
 

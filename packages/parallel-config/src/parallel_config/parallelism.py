@@ -1,4 +1,4 @@
-"""The degrees a person asks for, and the one place that decides what they amount to."""
+"""The degrees that a person asks for, and the one place that turns them into a topology."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ParallelismConfig:
 
         Raises:
             ConfigError: the degrees cannot make up `world_size`; the message echoes every degree
-                and names the flag that mends it.
+                and names the flag to change.
         """
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
@@ -102,7 +102,7 @@ class ParallelismConfig:
                 Problem(
                     f"parallelism.{name}",
                     f"= {degree} does not divide the {_ranks(world_size)} of this launch, so "
-                    f"parallelism.{other} = -1 has no whole value.",
+                    f"parallelism.{other} = -1 does not have a whole value.",
                     f"Use --parallelism.{name} {_choices(world_size)}, or launch a multiple of "
                     f"{degree} processes.",
                 )

@@ -1,4 +1,4 @@
-"""Sections of a config that are tagged by `type`: an open registry, without importing models.
+"""Sections of a config whose class is chosen by `type`, from a registry that packages extend.
 
 A registry maps a name to the path of a config class (`package.module:Class`) that lives in a
 torch-free module. Names come from the product itself and from entry points of installed packages.
@@ -45,8 +45,8 @@ class Registry(Generic[T]):
         `trusted` says that the user wrote the name, so that it may be `package.module:Class`.
 
         Raises:
-            ConfigError: unknown name, a path where only names are allowed, or a class that is no
-                dataclass derived from the base.
+            ConfigError: unknown name, a path where only names are allowed, or a class that is
+                not a dataclass derived from the base.
         """
         announced = self._announced()
         if name in self.builtin:
@@ -105,7 +105,7 @@ class Registry(Generic[T]):
             and dataclasses.is_dataclass(found)
         ):
             raise self._error(
-                f"= {name!r} is no {self.base.__name__}: {found!r}.",
+                f"= {name!r} is not a {self.base.__name__}: {found!r}.",
                 f"Name a dataclass derived from {self.base.__module__}.{self.base.__qualname__}, "
                 "or a class whose config_class is one.",
             )
