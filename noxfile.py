@@ -1,7 +1,7 @@
 """The project's checks. `nox` runs what CI runs; `nox -l` lists everything.
 
-Package suites run against built wheels in environments of their own, so that an import which a
-package does not declare fails there (the shared workspace environment would hide it).
+The suite of a package runs against built wheels in its own environment. So an import that the
+package does not declare fails there. The shared workspace environment would hide it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CPU = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
     "PARALLEL_DEVICE": "cpu",
-    "PYTHONDONTWRITEBYTECODE": "",  # it would double torch's import time in every rank
+    "PYTHONDONTWRITEBYTECODE": "",  # without bytecode, importing torch takes twice as long
     "HF_HUB_DISABLE_XET": "1",
     "HF_HUB_OFFLINE": "",
 }
 TWO_AT_ONCE = ("-q", "-n", "2", "--dist", "loadfile")
-"""Most tests wait for processes that start; a file stays together, for its fixtures' sake."""
+"""Most tests wait for processes to start. The tests of a file stay together, for its fixtures."""
 
 nox.options.sessions = ["lint", "types", "build", "tests", "product", "cpu4", "docs"]
 
@@ -78,7 +78,7 @@ _built: list[str] = []
 
 
 def _wheels(session: nox.Session) -> None:
-    """Build every wheel into dist/, once per run of nox: what lies there is of older code."""
+    """Build every wheel into dist/, once per run of nox: earlier wheels hold older code."""
     if not _built:
         options = ["--quiet", "--all-packages", "--wheel", "--out-dir", "dist", "--clear"]
         session.run_install("uv", "build", *options)
@@ -133,7 +133,7 @@ def product(session: nox.Session) -> None:
 
 @nox.session
 def cpu4(session: nox.Session) -> None:
-    """The multi-GPU suite on 4 gloo ranks."""
+    """The multi-GPU suite, on 4 gloo ranks."""
     _workspace(session)
     env = {**CPU, "PARALLEL_TEST_DEVICE": "cpu"}
     session.run("pytest", "-q", "tests-gpu", *session.posargs, env=env)
@@ -141,13 +141,13 @@ def cpu4(session: nox.Session) -> None:
 
 @nox.session
 def gpu4(session: nox.Session) -> None:
-    """The multi-GPU suite on 4 GPUs."""
+    """The multi-GPU suite, on 4 GPUs."""
     _on_gpus(session, 4)
 
 
 @nox.session
 def gpu1(session: nox.Session) -> None:
-    """What one GPU can show of the multi-GPU suite."""
+    """The part of the multi-GPU suite that one GPU can run."""
     _on_gpus(session, 1)
 
 
@@ -170,7 +170,7 @@ def lowest(session: nox.Session) -> None:
         tools = ["pytest>=8.4", "pytest-xdist>=3.6"]
         tools += [] if package == "parallel-config" else ["-e", "packages/parallel-testing"]
         extras = EXTRAS.get(package, "")
-        # Upgrading forgets what the suites before brought along, which may be newer.
+        # Without an upgrade, newer versions from the suite before would stay.
         lowest = ["--upgrade", "--resolution", "lowest-direct"]
         session.install(*lowest, "-e", f"packages/{package}{extras}", *tools)
         session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
@@ -178,7 +178,7 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Random damage to every file that a reader may be handed; seconds as the argument."""
+    """Damage every kind of file that a reader takes, at random, for the seconds of the argument."""
     _workspace(session)
     seconds = session.posargs or ["60"]
     session.run("python", "packages/parallel-ckpt/tests/fuzz_readers.py", *seconds, env=CPU)
@@ -186,7 +186,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def kill(session: nox.Session) -> None:
-    """SIGKILL at random moments of saving; number of trials and seed as the arguments."""
+    """Kill saves at random moments. The arguments are the number of trials and the seed."""
     _workspace(session)
     arguments = session.posargs or ["200", "0"]
     session.run("python", "packages/parallel-ckpt/tests/test_crash.py", *arguments, env=CPU)

@@ -1,24 +1,24 @@
-"""Saving and loading beside `dcp.save`, `dcp.load`, `safetensors.save_file` and plain files.
+"""Compare saving and loading with `dcp.save`, `dcp.load`, `safetensors.save_file` and plain files.
 
     python benchmarks/checkpoint.py [--gigabytes 1] [--rounds 5] [--width 1024] [--folder DIR]
 
-A model in fp32 with AdamW's two moments (weights are a third of the bytes) is cut over 2 gloo ranks
-by FSDP2. All ways run in the same processes, one after another in every round, in an order that
-turns by one from round to round; before each the disk is idle, and the clock runs from a barrier to
-the return on the slowest rank. Printed are medians, their spread, and ratios of medians.
+FSDP2 shards a model in fp32 with AdamW's two moments over 2 gloo ranks. The weights are a third of
+the bytes. All ways run in the same processes, one after another in every round. The order turns by
+one from round to round. The disk is idle before each way. The clock runs from a barrier to the
+return on the slowest rank. The program prints medians, their spread, and ratios of medians.
 
-Beside the wall time stands the processor time of all ranks together, which says what the work costs
-where the disk is slow or the machine busy.
+It also prints the processor time of all ranks together. This time shows the cost of the work even
+if the disk is slow or the machine is busy.
 
-`dcp.save` runs with 1, 2 and 4 writing threads and with its plans cached; the fastest is what ours
-are compared with. Every way of saving flushes to disk. Loads begin with an optimizer without state,
-as after a start, so the moments are allocated within the time of each. `warm` finds the files in
-the page cache, `cold` does not.
+`dcp.save` runs with 1, 2 and 4 writing threads and with cached plans. Our saves are compared with
+the fastest of these. Every way of saving flushes to disk. A load begins with an optimizer without
+state, as after a start, so its time includes allocating the moments. In a `warm` load the files are
+in the page cache, and in a `cold` load they are not.
 
-A round to warm up comes first and counts nowhere. Memory is sampled in a round of its own after
-all others: anonymous memory of the rank that takes most, at its peak, above what the rank held
-before. A load's holds the moments that it allocates; that of an `async` save the buffers that it
-keeps for the next one.
+The first round warms up and does not count. A separate last round samples memory: the anonymous
+memory of the rank that takes most, at its peak, above the memory that the rank held before. The
+memory of a load includes the moments that it allocates. The memory of an `async` save includes the
+buffers that it keeps for the next save.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FORMATS = {"safetensors": CheckpointFormat.SAFETENSORS, "dcp": CheckpointFormat.
 
 
 class Block(nn.Module):
-    """The two large layers and the small ones of a transformer's block."""
+    """The two large layers and the small layers of a transformer block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Bench:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     seconds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Of each round: on the clock, and of processors."""
+    """Wall and processor seconds of each round, by way."""
     memory: dict[str, float] = field(default_factory=dict)
     sampling: bool = False
 
@@ -86,11 +86,11 @@ class Bench:
         return dist.get_rank() == 0
 
     def path(self, name: str) -> Path:
-        """Where a way writes; other ranks know it by the same name."""
+        """The folder of a way; it is the same on all ranks."""
         return self.folder / name.replace(" ", "-").replace(",", "")
 
     def timed(self, name: str, act: Callable[[], Any]) -> None:
-        """Collective: every rank. Run `act` on all; note the slowest rank's seconds."""
+        """Collective: every rank. Time `act`, and keep the seconds of the slowest rank."""
         if self.is_main:
             os.sync()
         dist.barrier()
@@ -109,7 +109,7 @@ class Bench:
             self.seconds.setdefault(name, []).append((float(worst[0]), float(together)))
 
     def remove(self, path: Path) -> None:
-        """Collective: every rank. Take a way's files away, so that the next writes new ones."""
+        """Collective: every rank. Delete the files of a way, so that later writes are new."""
         dist.barrier()
         if self.is_main:
             shutil.rmtree(path, ignore_errors=True)
@@ -139,7 +139,7 @@ def build(folder: Path, width: int, num_blocks: int) -> Bench:
     optimizer.step()
     optimizer.zero_grad()
     gc.collect()
-    gc.freeze()  # or each collection copies what these processes share with the one they came from
+    gc.freeze()  # else each collection copies the pages that this process shares with its parent
     return Bench(folder, model, optimizer)
 
 
@@ -147,7 +147,7 @@ def build(folder: Path, width: int, num_blocks: int) -> Bench:
 
 
 def write_plainly(bench: Bench, name: str) -> None:
-    """Write the bytes of this rank into one file: what the disk takes."""
+    """Write the bytes of this rank into one file. This shows the speed of the disk."""
     with (bench.path(name) / str(dist.get_rank())).open("wb", buffering=0) as file:
         for tensor in bench.state().values():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -158,7 +158,7 @@ def write_plainly(bench: Bench, name: str) -> None:
 
 
 def save_ways(bench: Bench, whole: dict[str, torch.Tensor]) -> Iterator[Callable[[], None]]:
-    """Collective when called: each measures one way and leaves nothing behind."""
+    """Collective when called: each measures one way and deletes its files."""
 
     def plain() -> None:
         name = "write+fsync"
@@ -195,7 +195,7 @@ def save_ways(bench: Bench, whole: dict[str, torch.Tensor]) -> Iterator[Callable
 
 
 def open_savers(folder: Path) -> dict[str, CheckpointSaver]:
-    """Collective: every rank. A saver of each sort, by name."""
+    """Collective: every rank. One saver for each kind and format, by name."""
     return {
         f"{kind}{form}": CheckpointSaver(
             folder / f"{kind}{form}",
@@ -209,7 +209,7 @@ def open_savers(folder: Path) -> dict[str, CheckpointSaver]:
 
 
 def saver_ways(bench: Bench, savers: dict[str, CheckpointSaver]) -> Iterator[Callable[[], None]]:
-    """Collective when called: a save by each open saver, its checkpoint kept for the loads."""
+    """Collective when called: each open saver saves, and its checkpoint stays for the loads."""
 
     def once(name: str) -> None:
         saver, step = savers[name], next(STEPS)
@@ -220,7 +220,7 @@ def saver_ways(bench: Bench, savers: dict[str, CheckpointSaver]) -> Iterator[Cal
 
         bench.timed(f"save {name}" + (", pause" if name.startswith("async") else ""), act)
         saver.wait()
-        for path in former:  # no part of a save, as little as with the other ways
+        for path in former:  # outside of the time, as with the other ways
             bench.remove(path)
 
     for name in savers:
@@ -234,7 +234,7 @@ STEPS = itertools.count(1)
 
 
 def read_plainly(path: Path) -> None:
-    """Read a share of the bytes of a checkpoint into memory that is there already."""
+    """Read a share of the bytes of a checkpoint into memory that is allocated already."""
     files = sorted(file for file in path.rglob("*") if file.is_file() and not file.is_symlink())
     buffer = bytearray(8 << 20)
     for file in files[dist.get_rank() :: WORLD_SIZE]:
@@ -244,7 +244,7 @@ def read_plainly(path: Path) -> None:
 
 
 def load_by_torch(bench: Bench, path: Path) -> None:
-    """The direct use of DCP on tensors by name."""
+    """Use DCP directly, on tensors by name."""
     state = dict(bench.model.named_parameters())
     for name, parameter in bench.model.named_parameters():
         bench.optimizer.state[parameter] = {
@@ -265,7 +265,7 @@ def load_by_us(bench: Bench, path: Path, verify: Any) -> None:
 
 
 def load_ways(bench: Bench, torchs: Path, ours: dict[str, Path]) -> Iterator[Callable[[], None]]:
-    """Collective when called: each fills model and optimizer and checks what it filled."""
+    """Collective when called: each fills model and optimizer, and checks the values."""
 
     def once(name: str, path: Path, cold: bool, act: Callable[[], None]) -> None:
         if name != "read":
@@ -287,7 +287,7 @@ def load_ways(bench: Bench, torchs: Path, ours: dict[str, Path]) -> Iterator[Cal
 
 
 def wipe(bench: Bench) -> None:
-    """Leave nothing of what is to be loaded."""
+    """Remove the values that the next load must bring."""
     with torch.no_grad():
         for parameter in bench.model.parameters():
             parameter.zero_()
@@ -296,7 +296,7 @@ def wipe(bench: Bench) -> None:
 
 
 def check(bench: Bench) -> None:
-    """What was loaded is what was saved."""
+    """Check that the loaded values are the saved values."""
     for name, tensor in bench.state().items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         found = xor(local) if local.numel() else 0
@@ -304,7 +304,7 @@ def check(bench: Bench) -> None:
 
 
 CHECKS: dict[str, int] = {}
-"""Filled before anything is saved."""
+"""Checksums by name; filled before the first save."""
 
 
 def xor(tensor: torch.Tensor) -> int:
@@ -322,22 +322,22 @@ def forget(folder: Path) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Memory of this process that does not belong to a file."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 def give_back_what_is_freed() -> None:
-    """From now on no freed block stays with the process, which would hide what the next one takes.
+    """From now on, return freed blocks to the system. Else they hide what the next way allocates.
 
-    It also makes allocating slower.
+    This also makes allocating slower.
     """
     LIBC.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
 
 
 @contextmanager
 def sampled(wanted: bool) -> Iterator[list[float]]:
-    """A list that holds, after the block, the anonymous bytes at its peak above the beginning's."""
+    """A list that holds, after the block, the growth of anonymous memory at its peak, in bytes."""
     peak = [0.0]
     if not wanted:
         yield peak
@@ -359,7 +359,7 @@ def sampled(wanted: bool) -> Iterator[list[float]]:
 
 
 def work(folder: Path, width: int, num_blocks: int, rounds: int) -> Any:
-    """Collective: every rank. All rounds; seconds and bytes by way."""
+    """Collective: every rank. Run all rounds; return seconds and bytes by way."""
     bench = build(folder, width, num_blocks)
     check(bench)
     whole = {name: parameter.full_tensor() for name, parameter in bench.model.named_parameters()}
@@ -388,7 +388,7 @@ def work(folder: Path, width: int, num_blocks: int, rounds: int) -> Any:
 def run_rounds(
     bench: Bench, saves: list[Callable[[], None]], loads: list[Callable[[], None]], rounds: int
 ) -> None:
-    """Collective: every rank. A round to warm up, and those that count."""
+    """Collective: every rank. Run one round to warm up, then the rounds that count."""
     for number in range(-1, rounds):
         if number == 0:
             bench.seconds.clear()
@@ -399,11 +399,15 @@ def run_rounds(
 
 
 def main() -> None:
-    """Run the ranks, print the medians."""
+    """Run the ranks and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="weights and moments")
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.0, help="size of weights and moments together"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--width", type=int, default=1024, help="smaller: more and smaller tensors")
+    parser.add_argument(
+        "--width", type=int, default=1024, help="a smaller width means more and smaller tensors"
+    )
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     block = sum(p.numel() for p in Block(options.width).parameters())
@@ -422,7 +426,7 @@ def main() -> None:
 
 
 def report(seconds: dict[str, list[tuple[float, float]]], memory: dict[str, float]) -> None:
-    """A line per way: medians of wall and processor time, spread, ratios, memory."""
+    """Print a line for each way: medians of wall and processor time, spread, ratios, memory."""
     wall = {name: statistics.median(w for w, _ in found) for name, found in seconds.items()}
     cpu = {name: statistics.median(c for _, c in found) for name, found in seconds.items()}
     best = min((name for name in wall if name.startswith("dcp.save")), key=wall.__getitem__)
@@ -438,7 +442,7 @@ def report(seconds: dict[str, list[tuple[float, float]]], memory: dict[str, floa
 
 
 def yardstick_of(name: str, best_save: str) -> str:
-    """What a way is compared with."""
+    """The name of the way that `name` is compared with."""
     if name.endswith(", pause"):
         return name.replace("async ", "").removesuffix(", pause")
     if name.startswith("restore"):

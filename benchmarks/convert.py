@@ -1,12 +1,12 @@
-"""DCP shards to safetensors: `ptrain convert` beside what else does it, in one run.
+"""Compare `ptrain convert` with other programs that merge DCP shards, in one run.
 
     python benchmarks/convert.py [--gigabytes 2] [--rounds 5] [--folder DIR]
 
-A model in fp32 is sharded over 4 ranks by FSDP2 and saved as accelerate saves it. Each way of
-merging then runs in a process of its own, in turn, `rounds` times; medians of wall time (from start
-to end of the call, without the interpreter's start and imports) and of peak memory above the bare
-interpreter (imports included) are printed, with ratios of the times.
-`cp+fsync` copies the same files to the same disk. All sources are in the page cache.
+FSDP2 shards a model in fp32 over 4 ranks, and the model is saved as accelerate saves it. Each way
+of merging then runs in its own process, in turn, `rounds` times. The program prints medians and the
+ratios of the times. The wall time runs from the start to the end of the call, without the start of
+the interpreter and the imports. The memory is the peak above the bare interpreter, imports
+included. `cp+fsync` copies the same files to the same disk. All sources are in the page cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RUNNER = """
 import json, os, sys, time, warnings
 warnings.simplefilter("ignore")
 def peak():
-    # Not ru_maxrss: a child process begins with its parent's.
+    # Not ru_maxrss: in a child process it begins with the value of the parent.
     status = open("/proc/self/status").read()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 source, target, bare = sys.argv[1], sys.argv[2], peak()
@@ -72,7 +72,7 @@ WAYS = {
 
 
 def save(folder: str, num_layers: int) -> None:
-    """Collective: every rank. Save a stack of square layers cut over all ranks."""
+    """Collective: every rank. Save a stack of square layers, sharded over all ranks."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     for layer in model:
@@ -82,7 +82,7 @@ def save(folder: str, num_layers: int) -> None:
 
 
 def run(way: str, source: Path) -> tuple[float, float]:
-    """Seconds and bytes of one conversion in a process of its own."""
+    """Seconds and bytes of one conversion in its own process."""
     setup, call = WAYS[way]
     with tempfile.TemporaryDirectory(dir=source.parent) as parent:
         program = RUNNER.format(setup=setup, call=call)
@@ -93,7 +93,7 @@ def run(way: str, source: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Save, convert every way, print the medians."""
+    """Save, convert in every way and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def report(found: dict[str, list[tuple[float, float]]]) -> None:
-    """A line per way: median wall time, its ratios, and median memory."""
+    """Print a line for each way: median wall time, its ratios, and median memory."""
     wall = {way: statistics.median(s for s, _ in runs) for way, runs in found.items()}
     for way, runs in found.items():
         spread = max(s for s, _ in runs) - min(s for s, _ in runs)

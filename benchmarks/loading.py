@@ -1,15 +1,16 @@
-"""Is loading the bottleneck? Updates that wait for data beside updates on a batch that is there.
+"""Is loading the bottleneck? Compare updates that wait for data with updates on one repeated batch.
 
     python benchmarks/loading.py [--root DATASET] [--updates 40] [--rounds 5] [FLAGS of `train`]
     python benchmarks/loading.py --video [--root DATASET] [--workers 0 1 2] [--rounds 5]
 
-Per round and in turn, in one process: updates through the loader, the same updates on one batch
-that is repeated, and the loader alone. Printed are medians per update, the ratio of the first two,
-and how many times faster the loader is than the training that it feeds.
+One process runs three ways in turn, in every round: updates through the loader, the same updates on
+one repeated batch, and the loader alone. The program prints medians per update, the ratio of the
+first two, and how many times faster the loader is than the training that it feeds.
 
-With --video: pictures of one camera per second, through the loader beside PyAV alone, which decodes
-the same frames of the same file to RGB; in the file's order, and in the shuffled order of training.
-Without --root a small dataset is written into a temporary folder.
+With --video it prints the pictures per second of one camera: through the loader, and with PyAV
+alone, which decodes the same frames of the same file to RGB. It reads them in the order of the file
+and in the shuffled order of training. Without --root, it writes a small dataset into a temporary
+folder.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CAMERA = "observation.images.top"
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", default=None)
     parser.add_argument("--updates", type=int, default=40)
@@ -77,12 +78,13 @@ def main() -> None:
         rate = config.batch_size / value
         print(f"{name:<15} {value * 1e3:8.2f} ms per update, {rate:8.0f} samples/s")
     waiting = medians["with loader"] / medians["batch repeated"] - 1
-    print(f"an update with the loader takes {1 + waiting:.2f}x of one on a batch that is there")
-    print(f"the loader alone is {medians['with loader'] / medians['loader alone']:.1f}x as fast")
+    print(f"an update with the loader takes {1 + waiting:.2f}x one on a repeated batch")
+    faster = medians["with loader"] / medians["loader alone"]
+    print(f"the loader alone is {faster:.1f}x as fast as training with it")
 
 
 def compare_video(root: Path, workers: list[int], rounds: int) -> None:
-    """Pictures per second, and beside PyAV's."""
+    """Print pictures per second and their ratio to PyAV."""
     camera = next(iter(LeRobotDataset(root).spec.cameras()))
     dataset = LeRobotDataset(root, cameras=[camera])
     frames = BATCH * NUM_BATCHES
@@ -111,7 +113,7 @@ def compare_video(root: Path, workers: list[int], rounds: int) -> None:
 
 
 class InOrder(Sampler[list[int]]):
-    """Batches in the order of the dataset, over and over."""
+    """Endless batches in the order of the dataset."""
 
     seed = start_samples = dp_rank = 0
 
@@ -125,7 +127,7 @@ class InOrder(Sampler[list[int]]):
 
 
 class PlainVideo:
-    """What PyAV's user would write: keep the file open, seek unless the next frame is wanted."""
+    """Plain use of PyAV: keep the file open, and seek unless the next frame is wanted."""
 
     def __init__(self, root: Path, dataset: LeRobotDataset, camera: str) -> None:
         import av
@@ -133,14 +135,14 @@ class PlainVideo:
         metadata = dataset.metadata
         span = metadata.episodes[0].videos[camera]
         if len({episode.videos[camera].file for episode in metadata.episodes}) > 1:
-            raise SystemExit("--root: a dataset of one video file per camera, please")
+            raise SystemExit("--root must name a dataset with one video file per camera")
         self.container = av.open(str(root / span.file))
         self.stream = self.container.streams.video[0]
-        self.stream.codec_context.thread_count = 1  # as one loader process decodes
+        self.stream.codec_context.thread_count = 1  # a loader process decodes with one thread too
         self.fps, self.decoder, self.next = metadata.spec.fps, None, -1
 
     def read(self, indices: Iterable[int]) -> float:
-        """Seconds for the frames."""
+        """Decode the frames; return the seconds."""
         begin = time.perf_counter()
         for index in indices:
             if index != self.next:
@@ -181,7 +183,7 @@ def _dataset(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def _medians(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way; they take turns, after a first turn that does not count."""
+    """Median seconds of each way. They take turns, and the first turn does not count."""
     for way in ways.values():
         way()
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,12 +1,13 @@
-"""Peak memory per rank while a model gets its values: built whole and cut, or cut first on meta.
+"""Peak memory per rank while a model gets its values: built whole, or sharded first on meta.
 
     python benchmarks/memory_init.py                 # 4 ranks, a model of 0.9 GB
     python benchmarks/memory_init.py --ranks 2 --layers 20
 
-Every way runs in processes of its own, in turn. Peak is that of the process's private memory (its
-resident pages that belong to no file), less what it had after its imports; the checkpoint that two
-ways read lies in files, whose pages the system may drop at will. The last column is what is to be
-expected of a way that never holds the model: this rank's part and one wrap unit.
+Every way runs in its own processes, in turn. The peak is the largest private memory of the process
+(its resident pages that do not belong to a file), less the memory that it had after its imports.
+Two ways read a checkpoint. Its files do not count, because the system may drop their pages at any
+time. The column "model/ranks + unit" compares the peak with this rank's part plus one wrap unit. A
+way that never holds the whole model needs about that much.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def build(num_layers: int) -> nn.Module:
 
 
 class Peak(threading.Thread):
-    """Samples the private memory of this process until it is asked for the largest."""
+    """Samples the private memory of this process until `growth` is called."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -52,12 +53,12 @@ class Peak(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look every millisecond."""
+        """Sample every millisecond."""
         while not self._ended.wait(0.001):
             self.largest = max(self.largest, private_bytes())
 
     def growth(self) -> int:
-        """Bytes above what was there at the start."""
+        """Stop sampling; return the bytes of the peak above the start."""
         self._ended.set()
         self.join()
         return max(self.largest, private_bytes()) - self.before
@@ -68,11 +69,11 @@ def private_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon")
+    raise RuntimeError("RssAnon is missing in /proc/self/status")
 
 
 def on_rank(way: str, num_layers: int, folder: str) -> tuple[int, float]:
-    """Collective: every rank. (peak bytes, seconds) of one way on this rank."""
+    """Collective: every rank. Return (peak bytes, seconds) of one way on this rank."""
     torch.manual_seed(0)
     engine = Engine(
         parallelism=ParallelismConfig(dp_shard=-1),
@@ -86,7 +87,7 @@ def on_rank(way: str, num_layers: int, folder: str) -> tuple[int, float]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """One that has no state before its first step."""
+    """An optimizer without state before its first step."""
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -97,7 +98,7 @@ def whole_then_cut(engine: Engine, num_layers: int, folder: str) -> None:
 
 
 def meta_then_drawn(engine: Engine, num_layers: int, folder: str) -> None:
-    """Cut on meta, values drawn module by module."""
+    """The model is sharded on meta, then values are drawn module by module."""
     with parameters_on_meta():
         model = build(num_layers)
     engine.prepare(model, optimizer_of, None, None, fill=initialize)
@@ -113,7 +114,7 @@ def whole_then_loaded(engine: Engine, num_layers: int, folder: str) -> None:
 
 
 def meta_then_loaded(engine: Engine, num_layers: int, folder: str) -> None:
-    """Cut on meta, each rank reads its own part of the file."""
+    """The model is sharded on meta, then each rank reads its own part of the file."""
     with parameters_on_meta():
         model = build(num_layers)
     engine.prepare(model, optimizer_of, None, None, fill=lambda m: load_weights(m, folder))
@@ -128,7 +129,7 @@ WAYS: dict[str, Callable[[Engine, int, str], None]] = {
 
 
 def main() -> None:
-    """Run every way on ranks of its own, print the largest rank's peak."""
+    """Run every way on its own ranks and print the peak of the largest rank."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--layers", type=int, default=26)

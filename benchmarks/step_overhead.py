@@ -1,15 +1,16 @@
-"""One update by the engine, by bare accelerate and by a loop over torch alone, on 2 ranks.
+"""Compare one update of the engine, of bare accelerate and of a loop in plain torch, on 2 ranks.
 
     python benchmarks/step_overhead.py               # DDP and FSDP2
     python benchmarks/step_overhead.py --kinds fsdp --rounds 100
-    python benchmarks/step_overhead.py --profile     # and where the engine's own time goes
+    python benchmarks/step_overhead.py --profile     # also shows where the engine spends its time
 
-The three train copies of one model in the same processes and take turns, one update each per round,
-so that whatever else the machine does hits all alike; a round lasts as long as its slower rank.
-Beside wall time stands the processor time of both ranks, which other programs do not stretch; it
-holds gloo's work, but no waiting. Every update is forward, backward, clipping by the global norm,
-AdamW, a schedule, and the loss as a number. The engine besides averages the loss over the ranks,
-looks for values that are not finite before the update, and checks the order of wrap units.
+The three train copies of one model in the same processes. They take turns, with one update each per
+round, so other work of the machine slows all three in the same way. The time of a round is the time
+of its slower rank. The program also prints the processor time of both ranks, which other programs
+do not lengthen. It includes the work of gloo, but not the waiting. Every update is forward,
+backward, clipping by the global norm, AdamW, a schedule, and the loss as a number. The engine also
+averages the loss over the ranks, checks for values that are not finite before the update, and
+checks the order of wrap units.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Parts = tuple[nn.Module, torch.optim.Optimizer, LambdaLR]
 
 
 def build(width: int, depth: int) -> Parts:
-    """A transformer encoder, AdamW and a schedule; the same numbers every time."""
+    """A transformer encoder, AdamW and a schedule, with the same numbers every time."""
     torch.manual_seed(0)
     layers = (
         nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
@@ -61,13 +62,13 @@ def build(width: int, depth: int) -> Parts:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """0-dim mean."""
+    """The loss: a 0-dim mean."""
     loss: Tensor = model(batch).square().mean()
     return loss
 
 
 def by_torch(kind: str, parts: Parts) -> Update:
-    """As one writes it by hand."""
+    """An update as people write it by hand in torch."""
     model, optimizer, scheduler = parts
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -94,7 +95,7 @@ def by_torch(kind: str, parts: Parts) -> Update:
 
 
 def by_accelerate(kind: str, parts: Parts, engine: Engine) -> Update:
-    """Accelerate's own loop, on an Accelerator with the settings of the engine's."""
+    """An update as accelerate documents it, on an Accelerator with the engine's settings."""
     accelerator = build_accelerator(CONFIG, engine.topology, engine.device)
     policy = resolve_wrap_policy(parts[0], CONFIG.fsdp) if kind == "fsdp" else None
     with only_with_size(parts[0], wrap_units(parts[0], policy).values() if policy else None):
@@ -114,7 +115,7 @@ def by_accelerate(kind: str, parts: Parts, engine: Engine) -> Update:
 
 
 def by_engine(parts: Parts, engine: Engine) -> Update:
-    """The five lines."""
+    """An update of the engine."""
     model, optimizer, scheduler, _ = engine.prepare(*parts, None)
 
     def update(batch: Tensor) -> float:
@@ -126,10 +127,10 @@ def by_engine(parts: Parts, engine: Engine) -> Update:
 def on_rank(
     kind: str, rounds: int, width: int, depth: int, tokens: int, profile: bool
 ) -> tuple[Times, Times, str]:
-    """Collective: every rank. Wall and processor seconds of each round by way, and a profile.
+    """Collective: every rank. Return wall and processor seconds by way, and a profile.
 
     Raises:
-        RuntimeError: the ways do not train alike.
+        RuntimeError: the ways do not train with the same losses.
     """
     engine = Engine(
         parallelism=ParallelismConfig(**DEGREES[kind]), accelerator=CONFIG, device="cpu"
@@ -146,7 +147,7 @@ def on_rank(
     losses: dict[str, float] = {}
     names = list(ways)
     for number in range(-WARM_UP, rounds):
-        shift = number % len(names)  # nobody always comes first
+        shift = number % len(names)  # each way comes first equally often
         for way in names[shift:] + names[:shift]:
             dist.barrier()
             began, used = time.perf_counter(), time.process_time()
@@ -165,16 +166,16 @@ def on_rank(
 
 
 def require_alike(losses: dict[str, float]) -> None:
-    """Collective: every rank. The engine's loss is that of all ranks, the others' their own."""
+    """Collective: every rank. The engine's loss must be the mean of the other ways' losses."""
     others = torch.tensor([losses["torch"], losses["accelerate"]], dtype=torch.float64)
     dist.all_reduce(others)
     for other in (others / RANKS).tolist():
         if abs(other - losses["engine"]) > 1e-5 * abs(other):
-            raise RuntimeError(f"not the same training: {losses}")
+            raise RuntimeError(f"the ways do not train with the same losses: {losses}")
 
 
 def main() -> None:
-    """Run every kind, print medians and ratios."""
+    """Run every kind and print medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", nargs="+", choices=DEGREES, default=list(DEGREES))
     parser.add_argument("--rounds", type=int, default=60)
@@ -199,7 +200,7 @@ def main() -> None:
 
 
 def report(what: str, rounds: Times) -> None:
-    """A line per way: its median, its quartiles, and the engine's ratio to it."""
+    """Print a line for each way: its median, its quartiles, and the engine's ratio to it."""
     median = statistics.median(rounds["engine"])
     for way, times in rounds.items():
         low, middle, high = (1e3 * q for q in statistics.quantiles(times, n=4))

@@ -1,7 +1,7 @@
-"""Check the documentation, and keep its generated part true.
+"""Check the documentation and write its generated page.
 
-python docs/build.py            # fails on a dead link, an unknown command or flag, a stale page
-python docs/build.py --write    # writes docs/reference.md anew
+python docs/build.py            # fails on a dead link, an unknown command or flag, an outdated page
+python docs/build.py --write    # writes docs/reference.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pages() -> list[Path]:
 
 
 def problems() -> Iterator[str]:
-    """One line per thing that is wrong."""
+    """One line for each problem."""
     for page in pages():
         text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT)
         for target in LINK.findall(text):
@@ -49,7 +49,7 @@ def problems() -> Iterator[str]:
                 for line in block.replace("\\\n", " ").splitlines():
                     yield from (f"{name}: {problem}: {line.strip()}" for problem in _command(line))
     if REFERENCE.read_text(encoding="utf-8") != reference():
-        yield "docs/reference.md is stale: python docs/build.py --write"
+        yield "docs/reference.md is outdated. Run: python docs/build.py --write"
 
 
 def _command(line: str) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _command(line: str) -> Iterator[str]:
     else:
         return
     if not words or words[0].startswith("-"):
-        return
+        return  # `ptrain --help` and the like: no command to check
     command = COMMANDS.get(words[0])
     if command is None:
         yield f"unknown command {words[0]!r}"
@@ -120,7 +120,7 @@ def _rows(config: object, prefix: str) -> Iterator[str]:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """The string under each field, on one line."""
+    """The string under each field, on one line, by the name of the field."""
     body = ast.parse(inspect.cleandoc(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     return {
         field.target.id: " ".join(text.value.value.split())
@@ -134,12 +134,12 @@ def _docs(cls: type) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write or check."""
+    """Write the reference, or check all pages."""
     if "--write" in sys.argv[1:]:
         REFERENCE.write_text(reference(), encoding="utf-8")
         return
     found = list(problems())
-    print("\n".join(found) or f"{len(pages())} pages, no problem")
+    print("\n".join(found) or f"{len(pages())} pages are right")
     sys.exit(1 if found else 0)
 
 

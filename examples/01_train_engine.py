@@ -1,12 +1,12 @@
-"""Train a module of one's own on any number of ranks.
+"""Train your own module on any number of ranks.
 
     python examples/01_train_engine.py
     torchrun --nproc-per-node 2 examples/01_train_engine.py                 # DDP
     torchrun --nproc-per-node 2 examples/01_train_engine.py --dp_shard 2    # FSDP2
     torchrun --nproc-per-node 4 examples/01_train_engine.py --dp_replicate 2 --dp_shard 2
 
-`01_train_torch.py` beside it does the same in one process with torch alone, and prints the same
-losses: the global batch is 32 here as there, however many ranks share it.
+`01_train_torch.py` does the same in one process with plain torch and prints the same losses. The
+global batch is 32 in both files, for any number of ranks.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=24)
-    loader = batches(32 // engine.topology.dp_world_size)
+    loader = batches(32 // engine.topology.dp_world_size)  # the ranks share the global batch of 32
     model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
     if engine.is_main:
         print(f"on {engine.topology.describe()}")

@@ -1,9 +1,9 @@
-"""Train a module of one's own with torch alone, in one process.
+"""Train your own module with plain torch, in one process.
 
     python examples/01_train_torch.py
 
-`01_train_engine.py` beside it does the same on any number of ranks: the difference between the
-two files is what there is to learn.
+`01_train_engine.py` does the same on any number of ranks. Compare the two files: the difference is
+all that you have to change.
 """
 
 import torch

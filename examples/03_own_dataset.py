@@ -1,10 +1,10 @@
-"""Demonstrations of one's own, as a LeRobotDataset v3.0 folder that `ptrain train` reads.
+"""Write your own demonstrations as a LeRobotDataset v3.0 folder, which `ptrain train` reads.
 
     python examples/03_own_dataset.py demonstrations
     ptrain train --dataset.root demonstrations --steps 200
 
-A point on a table is pushed to a goal. A recorder for a robot looks the same: one array of states
-and one of actions per episode.
+Here a point on a table is pushed to a goal. A recorder for a robot looks the same: it makes one
+array of states and one array of actions per episode.
 """
 
 import sys
@@ -18,7 +18,7 @@ FPS = 10
 
 
 def demonstration(rng: np.random.Generator) -> Episode:
-    """States [frames, 4] are position and goal, actions [frames, 2] the next move."""
+    """States [frames, 4] hold position and goal. Actions [frames, 2] hold the next move."""
     position, goal = rng.uniform(-1, 1, (2, 2))
     states, actions = [], []
     for _ in range(40):

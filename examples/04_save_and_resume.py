@@ -1,8 +1,8 @@
-"""Save a training run and take it up again: any torch model, no engine, no Hub.
+"""Save a training run and resume it: any torch model, without the engine and the Hub.
 
     python examples/04_save_and_resume.py runs/demo
 
-Run it twice: the second time it goes on from step 3.
+Run it twice. The second time, it continues from step 3.
 """
 
 import sys
@@ -24,7 +24,7 @@ with CheckpointSaver(run_dir, topology=Topology()) as saver:
     if checkpoint is not None:
         start = read_start(checkpoint, topology=Topology())
         restore(checkpoint, model, optimizer)
-        start.restore_rng()
+        start.restore_rng()  # last, because the lines above may draw random numbers
         step = start.step
     print(f"begins at step {step}")
     for _ in range(3):

@@ -2,7 +2,7 @@
 
     python packages/parallel-train/scripts/record_metaworld.py OUTPUT_FOLDER
 
-Needs the `sim` extra. The same versions write the same bytes.
+The script needs the `sim` extra. The same versions of its packages write the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def record_task(task: str) -> list[Episode]:
     """Demonstrations of one task.
 
     Raises:
-        RuntimeError: the expert failed; a demonstration is a solved episode.
+        RuntimeError: the expert failed. Every demonstration must be a solved episode.
     """
     simulator, controller = Simulator(task, SEED), expert(task)
     episodes = []
@@ -36,7 +36,7 @@ def record_task(task: str) -> list[Episode]:
 
 
 def main() -> None:
-    """Record every task and say what came of it."""
+    """Record every task and print the size of the result."""
     root = Path(sys.argv[1])
     episodes = [episode for task in TASKS for episode in record_task(task)]
     write_dataset(root, episodes, fps=FPS, robot_type="sawyer (MetaWorld)")

@@ -1,1 +1,1 @@
-"""Policies of my own."""
+"""My own policies."""

@@ -1,4 +1,4 @@
-"""What can be set for the policy; imports no torch, so that `ptrain --help` stays fast."""
+"""The settings of the policy. Do not import torch here, so that `ptrain --help` stays fast."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
