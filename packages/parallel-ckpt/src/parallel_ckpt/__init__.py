@@ -21,6 +21,7 @@ from parallel_ckpt.store.find import resolve_checkpoint as resolve_checkpoint
 from parallel_ckpt.store.manifest import FORMAT_VERSION as FORMAT_VERSION
 from parallel_ckpt.store.manifest import Manifest as Manifest
 from parallel_ckpt.store.manifest import read_manifest as read_manifest
+from parallel_ckpt.store.mend import mend_run as mend_run
 
 if TYPE_CHECKING:
     from parallel_ckpt.load.resume import Restored as Restored

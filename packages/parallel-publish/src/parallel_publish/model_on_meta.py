@@ -13,7 +13,8 @@ from torch import nn
 from parallel_ckpt.errors import StateMismatch
 from parallel_ckpt.load.fill import Stored, fill_all, match
 from parallel_ckpt.load.sources import SafetensorsSource
-from parallel_ckpt.state.shards import Shard, aliases, model_shards
+from parallel_ckpt.state.model import aliases, model_shards
+from parallel_ckpt.state.shards import Shard
 
 
 @contextmanager

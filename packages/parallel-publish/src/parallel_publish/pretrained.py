@@ -25,7 +25,7 @@ from torch import nn
 from parallel_ckpt import resolve_checkpoint, save_weights
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.ranks import all_ranks
-from parallel_ckpt.state.shards import unwrap
+from parallel_ckpt.state.model import bare_module
 from parallel_config import ConfigError
 from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import is_weight_file, remove_stale_weights, write_files
@@ -165,7 +165,7 @@ def save_pretrained(
     ranks = all_ranks()
     max_bytes = ranks.together(lambda: parse_size(max_shard_size))
     ranks.from_main(lambda: shutil.rmtree(fresh, ignore_errors=True))
-    save_weights(unwrap(model), fresh, max_shard_bytes=max_bytes)
+    save_weights(bare_module(model), fresh, max_shard_bytes=max_bytes)
 
     def finish() -> None:
         try:

@@ -17,7 +17,7 @@ from torch import nn
 from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
 from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
 from parallel_ckpt.ranks import all_ranks
-from parallel_ckpt.state.shards import unwrap
+from parallel_ckpt.state.model import bare_module
 from parallel_config import ConfigError, ReportedError
 from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import (
@@ -199,7 +199,7 @@ def stage_trained_model(
     size = num_bytes(model)
     ranks.from_main(lambda: check_disk(folder, size))
     documents = dict(files or {}) | ({TRAIN_CONFIG: train_config} if train_config else {})
-    inner = unwrap(model)
+    inner = bare_module(model)
     if isinstance(inner, PreTrainedModel) and CONFIG not in documents:
         documents[CONFIG] = ranks.together(lambda: json.dumps(inner.config_document(), indent=2))
     save_pretrained(

@@ -17,6 +17,7 @@ from parallel_ckpt.layout import DCP, DCP_METADATA, StepFolder, is_weight_file
 from parallel_ckpt.load.fill import Source, fill_all, match
 from parallel_ckpt.load.sources import DcpSource, SafetensorsSource
 from parallel_ckpt.ranks import Ranks, all_ranks
+from parallel_ckpt.state.model import aliases, model_shards
 from parallel_ckpt.state.optimizer import (
     Allocation,
     allocate,
@@ -28,7 +29,7 @@ from parallel_ckpt.state.optimizer import (
 )
 from parallel_ckpt.state.plain_json import load_json
 from parallel_ckpt.state.rng import DerivedRng, RngState, derived_seed
-from parallel_ckpt.state.shards import Shard, aliases, model_shards
+from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.find import committed_around, resolve_checkpoint, verify_on_all
 from parallel_ckpt.store.integrity import Verify

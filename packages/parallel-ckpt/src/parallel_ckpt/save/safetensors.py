@@ -18,7 +18,8 @@ from parallel_ckpt.formats.hashing import HashingWriter, hashed_file
 from parallel_ckpt.formats.packing import Form, header_bytes, index_bytes, pack
 from parallel_ckpt.layout import SAFETENSORS_INDEX
 from parallel_ckpt.ranks import MAIN, Ranks, all_ranks
-from parallel_ckpt.state.shards import Shard, model_shards, narrow, owners
+from parallel_ckpt.state.model import model_shards
+from parallel_ckpt.state.shards import Shard, narrow, owners
 from parallel_ckpt.state.torch_dtypes import safetensors_name
 
 Files = dict[str, tuple[int, str]]

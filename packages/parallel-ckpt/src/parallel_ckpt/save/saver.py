@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import platform
-import uuid
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +17,6 @@ from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.layout import (
     PRETRAINED_MODEL,
-    PROBE,
     RunFolder,
     StepFolder,
 )
@@ -30,9 +28,10 @@ from parallel_ckpt.save.safetensors import write_safetensors
 from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot
 from parallel_ckpt.state.optimizer import inner_scheduler
 from parallel_ckpt.state.shards import signature
-from parallel_ckpt.store.commit import abandon, begin, commit, delete, mend, read_last, reason
+from parallel_ckpt.store.commit import abandon, begin, commit, delete, read_last, reason
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import FileRecord, Manifest, sequence_of
+from parallel_ckpt.store.mend import open_run
 from parallel_ckpt.store.retention import superseded
 from parallel_config import CheckpointConfig, CheckpointFormat, ReportedError, Topology
 from parallel_config.checkpoint import parse_size
@@ -169,26 +168,15 @@ class CheckpointSaver:
 
     def _open(self) -> None:
         """Lock, mend and check the folder."""
+        self._lock, notes = open_run(self._run, self._ranks)
 
-        def take() -> tuple[str, str]:
-            self._run.checkpoints.mkdir(parents=True, exist_ok=True)
-            self._lock, notes = RunLock.acquire(self._run.lock)
-            for note in [*notes, *mend(self._run)]:
+        def count() -> None:
+            for note in notes:
                 self._on_note(note)
-            token = uuid.uuid4().hex
-            probe = self._run.checkpoints / f"{PROBE}{token}"
-            probe.write_text(token, encoding="utf-8")
             self._sequences = _sequences(self._run)
             self._sequence = max(self._sequences.values(), default=0)
-            return probe.name, token
 
-        name, token = self._ranks.from_main(take)
-        probe = self._run.checkpoints / name
-        try:
-            self._ranks.together(lambda: _read_back(self._run, probe, token, self._ranks.rank))
-        finally:
-            if self._ranks.is_main:
-                probe.unlink(missing_ok=True)
+        self._ranks.from_main(count)
 
     def _agreed_snapshot(
         self, *, train_config: str | None, model_files: Mapping[str, str | bytes], **given: Any
@@ -318,20 +306,6 @@ class CheckpointSaver:
             except OSError as error:
                 notes.append(f"{self._run.step(old).path}: not deleted: {reason(error)}")
         return notes
-
-
-def _read_back(run: RunFolder, probe: Path, token: str, rank: int) -> None:
-    try:
-        found = probe.read_text(encoding="utf-8")
-    except OSError:
-        found = ""
-    if found != token:
-        raise CheckpointError.of(
-            "output_dir",
-            f"= {str(run.path)!r} is not shared by rank {rank}: it does not see a file that the "
-            "main rank has just written there.",
-            "Use --output_dir on a file system that every rank mounts.",
-        )
 
 
 def _sequences(run: RunFolder) -> dict[int, int]:

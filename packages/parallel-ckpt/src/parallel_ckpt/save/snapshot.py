@@ -16,10 +16,11 @@ from torch import nn
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.checked_json import is_count
 from parallel_ckpt.layout import DCP, PRETRAINED_MODEL, TRAIN_CONFIG, TRAINING_STATE
+from parallel_ckpt.state.model import model_shards
 from parallel_ckpt.state.optimizer import OptimizerState, collect
 from parallel_ckpt.state.plain_json import dump_json
 from parallel_ckpt.state.rng import RngState
-from parallel_ckpt.state.shards import Shard, model_shards
+from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.store.manifest import is_safe_path
 
 

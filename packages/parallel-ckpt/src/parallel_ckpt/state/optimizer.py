@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from parallel_ckpt.errors import CheckpointError, StateMismatch
-from parallel_ckpt.state.shards import Shard, parameter_names, shard_of
+from parallel_ckpt.state.model import parameter_names
+from parallel_ckpt.state.shards import Shard, shard_of
 from parallel_config import Problem
 
 EXECUTION = frozenset({"fused", "foreach", "capturable", "differentiable"})

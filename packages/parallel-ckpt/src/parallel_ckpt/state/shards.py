@@ -1,4 +1,4 @@
-"""What this rank holds of each tensor, whatever wraps the model: the one view the package has.
+"""What this rank holds of each tensor, however it is sharded: the one view the package has.
 
 A `Shard` says in plain numbers which box of a global tensor lies in which local memory. Saving and
 loading need nothing else, so one code path serves single, DDP, FSDP2 and HSDP, and a copy of a
@@ -8,22 +8,18 @@ shard in host memory can be saved as the original can.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ckpt.errors import CheckpointError
-from parallel_config import clean_fqn
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def _holders(tensor: DTensor) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _holders_on(mesh: DeviceMesh, replicates: tuple[bool, ...], rank: int) -> tuple[int, ...]:
-    """Asking a mesh takes a good part of a millisecond, and all tensors of a model ask alike."""
+    """Cached: a mesh needs most of a millisecond to answer, and all tensors of a model ask it."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointError.of("model", "holds a tensor of a mesh that this rank is not part of.")
@@ -98,9 +94,12 @@ def _holders_on(mesh: DeviceMesh, replicates: tuple[bool, ...], rank: int) -> tu
 def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dict[str, int | None]:
     """Which rank writes each box that this rank holds; None where the box is empty.
 
-    Every rank comes to the same answer without a word, because only global facts are used. With
-    `spread` the bytes are divided evenly among the holders, else the lowest holder writes.
+    Every rank comes to the same answer without a collective, because it uses only facts that are
+    the same everywhere: names, global shapes and holders. With `spread` the bytes are divided
+    evenly among the holders, else the lowest holder writes.
     """
+    # One row of loads per number of holders: ranks that hold the same boxes share a row, although
+    # their holders differ, so their rows stay equal and so do their answers.
     loads: dict[int, list[int]] = {}
     chosen: dict[str, int | None] = {}
     for name in sorted(shards):
@@ -110,6 +109,7 @@ def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dic
         lightest = load.index(min(load)) if spread else 0
         load[lightest] += shard.global_bytes
         chosen[name] = None if shard.is_empty else holders[lightest]
+        # A tensor without elements is empty on every rank, and must be written all the same.
         if not math.prod(shard.shape):
             chosen[name] = 0
     return chosen
@@ -118,86 +118,6 @@ def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dic
 def signature(shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], str]]:
     """Names, global shapes and dtypes: what must be the same on every rank."""
     return sorted((name, shard.shape, str(shard.local.dtype)) for name, shard in shards.items())
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own model inside DDP and `torch.compile`."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else None
-        inner = getattr(model, "_orig_mod", None) if inner is None else inner
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by FQN, tied ones under their first name only.
-
-    FSDP2 units that are gathered at the moment (after an evaluation, say) are resharded first.
-
-    Raises:
-        CheckpointError: a module keeps extra state, which could only be pickled.
-    """
-    model = _resharded(model)
-    _refuse_extra_state(model)
-    tensors = {clean_fqn(name): parameter for name, parameter in model.named_parameters()}
-    return tensors | dict(_persistent_buffers(model))
-
-
-def aliases(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and buffers, each with the name that is saved."""
-    model = unwrap(model)
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    everything: list[tuple[str, torch.Tensor]] = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in everything:
-        name = clean_fqn(name)
-        if first.setdefault(id(tensor), name) != name:
-            found[name] = first[id(tensor)]
-    return found
-
-
-def model_shards(model: nn.Module) -> dict[str, Shard]:
-    """Box that this rank holds of every parameter and persistent buffer, by FQN."""
-    return {name: shard_of(tensor, name) for name, tensor in named_tensors(model).items()}
-
-
-def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
-    """FQN of each parameter, tied ones once; FSDP2 units are resharded first."""
-    return {p: clean_fqn(name) for name, p in _resharded(model).named_parameters()}
-
-
-def _resharded(model: nn.Module) -> nn.Module:
-    """The user's own model with its shards as parameters: gathered units have others."""
-    model = unwrap(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return model
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield clean_fqn(f"{prefix}.{name}" if prefix else name), buffer
-
-
-def _refuse_extra_state(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CheckpointError.of(
-                f"model.{clean_fqn(name)}",
-                f"({type(module).__name__}) keeps extra state through get_extra_state, which could "
-                "only be pickled.",
-                "Keep it in buffers.",
-            )
 
 
 def overlap(

@@ -1,8 +1,8 @@
 """The one place that makes a checkpoint exist, replaces one, or takes one away.
 
-Everything is written under a hidden name and becomes a checkpoint by one rename, so a process can
-be killed between any two system calls here: what was committed before stays, and `mend` clears what
-is left over.
+Everything is written under a hidden name and becomes a checkpoint by one rename. So a process can
+be killed between any two system calls here: what was committed before stays, and `store/mend.py`
+puts right what is left over. The order of the calls is what makes this true; each says why.
 """
 
 from __future__ import annotations
@@ -17,22 +17,19 @@ from pathlib import Path
 from parallel_ckpt.formats.hashing import flush_files, hashed_file
 from parallel_ckpt.layout import (
     DELETED,
-    LAST,
-    PROBE,
     REPLACED,
     TEMPORARY,
-    Hidden,
     RunFolder,
     StepFolder,
     parse_step,
     step_name,
 )
-from parallel_ckpt.store.manifest import Manifest, parse_manifest, sequence_of
+from parallel_ckpt.store.manifest import Manifest, parse_manifest
 
 
 def begin(run: RunFolder, step: int) -> StepFolder:
-    """Make the folder that a checkpoint is written into; it is no checkpoint to any reader."""
-    folder = StepFolder(run.hidden(step, TEMPORARY, _token()))
+    """Make the folder that a checkpoint is written into; no reader takes it for a checkpoint."""
+    folder = StepFolder(run.hidden(step, TEMPORARY, token()))
     folder.pretrained_model.mkdir(parents=True)
     folder.rng_folder.mkdir(parents=True)
     return folder
@@ -52,27 +49,35 @@ def commit(
         DamagedCheckpoint: the same; no reader would accept this manifest.
     """
     text = manifest.to_json()
-    parse_manifest(text, temporary.manifest)
+    parse_manifest(text, temporary.manifest)  # before anything moves: a reader must accept it
+    # The manifest comes last: a folder without one is not a checkpoint, so a copy of the folder
+    # that was cut short is never taken for one.
     with hashed_file(temporary.manifest, flush=False) as file:
         file.write(text.encode())
+    # Contents before names, names before the rename: a file system may bring the rename to disk
+    # first, and after a power cut the checkpoint would hold empty files.
     flush_files([*unflushed, temporary.manifest])
     _flush_folders(temporary.path)
     final = run.step(manifest.step)
-    former = run.hidden(manifest.step, REPLACED, _token())
+    former = run.hidden(manifest.step, REPLACED, token())
+    # A rename does not replace a folder that holds files, so the former checkpoint steps aside. A
+    # death between these two renames leaves its step without a folder: `mend` puts it back.
     if os.path.lexists(final.path):
         os.rename(final.path, former)
     try:
-        os.rename(temporary.path, final.path)
+        os.rename(temporary.path, final.path)  # from here on the checkpoint exists
     except OSError:
         if os.path.lexists(former):
             os.rename(former, final.path)
         raise
     notes: list[str] = []
-    with _noting(notes, f"{run.last}: does not point at {final.path.name} yet"):
-        point_last(run, manifest.step)
-    with _noting(notes, f"{final.path}: saved; what it replaced is not removed"):
+    # After the rename: `last` never points at something that is not there.
+    with noting(notes, f"{run.last}: does not point at {final.path.name} yet"):
+        point_last(run, manifest.step)  # flushes the renames too
+    # At the very end: until the new names are on disk, the former one is the only safe copy.
+    with noting(notes, f"{final.path}: saved; what it replaced is not removed"):
         if os.path.lexists(former):
-            _take_apart(run, former, manifest.step)
+            take_apart(run, former, manifest.step)
     return notes
 
 
@@ -82,79 +87,27 @@ def abandon(temporary: StepFolder) -> None:
 
 
 def delete(run: RunFolder, step: int) -> None:
-    """Take a checkpoint away; at no moment is there half a checkpoint under its name."""
-    _take_apart(run, run.step(step).path, step)
-
-
-def mend(run: RunFolder) -> list[str]:
-    """Clear what saves that died have left; a line for each thing done, or that cannot be done.
-
-    Only the holder of the run's lock may call it: to anyone else the same folders are a save at
-    work.
-
-    Raises:
-        OSError: a checkpoint that a replacement has moved aside cannot be put back.
-    """
-    notes: list[str] = []
-    for aside in _moved_aside(run):
-        home = run.step(aside.step).path
-        os.rename(aside.path, home)
-        notes.append(f"{home}: put back; its replacement was never finished.")
-    for hidden in run.hidden_folders():
-        name = hidden.path.name
-        with _noting(notes, f"{name}: left by a save that did not finish, and not removed"):
-            if hidden.role == REPLACED:
-                _take_apart(run, hidden.path, hidden.step)
-            else:
-                _remove(hidden.path)
-            notes.append(f"{name}: removed; it was left by a save that did not finish.")
-    steps = run.committed_steps()
-    if steps and os.path.islink(run.last) and not run.last.exists():
-        with _noting(notes, f"{run.last}: points at nothing"):
-            newest = max(steps, key=lambda step: (_order(run.step(step)), step))
-            point_last(run, newest)
-            notes.append(f"{run.last}: pointed at nothing; now at {step_name(newest)}.")
-    for pattern in (f".{LAST}.*", f"{PROBE}*"):
-        for leftover in run.checkpoints.glob(pattern):
-            with _noting(notes, f"{leftover}: not removed"):
-                leftover.unlink(missing_ok=True)
-    return notes
-
-
-def _moved_aside(run: RunFolder) -> list[Hidden]:
-    """Of each step that is missing, the former checkpoint that was committed last."""
-    found: dict[int, Hidden] = {}
-    for hidden in run.hidden_folders():
-        if hidden.role != REPLACED or os.path.lexists(run.step(hidden.step).path):
-            continue
-        other = found.get(hidden.step, hidden)
-        found[hidden.step] = max(other, hidden, key=lambda aside: _order(StepFolder(aside.path)))
-    return list(found.values())
-
-
-def _order(folder: StepFolder) -> int:
-    """Greater for what was committed later; least where that cannot be read."""
-    sequence = sequence_of(folder)
-    return -1 if sequence is None else sequence
+    """Delete a checkpoint; at no moment does half a checkpoint have its name."""
+    take_apart(run, run.step(step).path, step)
 
 
 def point_last(run: RunFolder, step: int) -> None:
     """Point `last` at a committed step in one move.
 
-    Where links are not to be had it is a file that holds the name. A folder of that name (a copied
-    tree) is left alone: checkpoints are found by their manifests, not by `last`. All names in
-    the folder are on disk when it returns.
+    Where the file system has no links, `last` is a file that holds the name. A folder of that name
+    (a copied tree) is left alone: checkpoints are found by their manifests, not by `last`. All
+    names in the folder are on disk when it returns.
     """
     if run.last.is_dir() and not run.last.is_symlink():
         flush_folder(run.checkpoints)
         return
     name = step_name(step)
-    spare = run.last.with_name(f".{run.last.name}.{_token()}")
+    spare = run.last.with_name(f".{run.last.name}.{token()}")
     try:
         os.symlink(name, spare)
     except OSError:
         spare.write_text(name + "\n", encoding="utf-8")
-    os.replace(spare, run.last)
+    os.replace(spare, run.last)  # a new link over the old one: no moment without `last`
     flush_folder(run.checkpoints)
 
 
@@ -185,18 +138,20 @@ def flush_folder(path: Path) -> None:
 
 
 def _flush_folders(root: Path) -> None:
+    # From the leaves up: a name is flushed only after what it leads to.
     for path, _, _ in os.walk(root, topdown=False):
         flush_folder(Path(path))
 
 
-def _take_apart(run: RunFolder, path: Path, step: int) -> None:
-    """Remove a checkpoint under a name by which it is never put back half removed."""
-    doomed = run.hidden(step, DELETED, _token())
+def take_apart(run: RunFolder, path: Path, step: int) -> None:
+    """Remove a checkpoint. It is renamed first: under the new name it is never put back."""
+    doomed = run.hidden(step, DELETED, token())
     os.rename(path, doomed)
-    _remove(doomed)
+    remove(doomed)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all that it holds."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -204,8 +159,8 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _noting(notes: list[str], what: str) -> Iterator[None]:
-    """Turn an error of the file system into a line; nothing that is kept hangs on it."""
+def noting(notes: list[str], what: str) -> Iterator[None]:
+    """Turn an error of the file system into a note; no checkpoint depends on what failed."""
     try:
         yield
     except OSError as error:
@@ -217,5 +172,6 @@ def reason(error: OSError) -> str:
     return f"{error.strerror or error}" + (f" ({error.filename})." if error.filename else ".")
 
 
-def _token() -> str:
+def token() -> str:
+    """Makes a hidden name unique."""
     return uuid.uuid4().hex[:12]

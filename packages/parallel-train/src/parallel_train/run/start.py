@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel_ckpt import (
     CheckpointError,
-    CheckpointSaver,
+    mend_run,
     newest_intact,
     read_manifest,
     resolve_checkpoint,
@@ -88,7 +88,7 @@ def decide_start(job: Job, *, world_size: int) -> Start:
     checkpoint = named
     notes = list(job.notes)
     if named is None and job.resume != "never":
-        notes += _mend(folder, world_size)
+        notes += _mend(folder)
         checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
         notes += [f"skipped {path}: {reason}" for path, reason in skipped]
         if checkpoint is None and (skipped or job.resume == "must"):
@@ -111,7 +111,7 @@ def _nothing_intact(folder: RunFolder, notes: list[str]) -> ConfigError:
     )
 
 
-def _mend(folder: RunFolder, world_size: int) -> list[str]:
+def _mend(folder: RunFolder) -> list[str]:
     """Collective: every rank. Put right what a save that was killed left half done.
 
     A step that was being replaced may lie aside; it must be back before the newest is looked for.
@@ -119,8 +119,7 @@ def _mend(folder: RunFolder, world_size: int) -> list[str]:
     lines: list[str] = []
     if from_main(folder.holds_run):
         lines += from_main(lambda: _wait_for_writer(folder))
-        topology = Topology(dp_replicate=world_size)
-        CheckpointSaver(folder.path, topology=topology, on_note=lines.append).close()
+        lines += mend_run(folder.path)
     return lines
 
 
@@ -138,7 +137,7 @@ def _wait_for_writer(folder: RunFolder) -> list[str]:
             lock.release()
             return notes
         except OSError:
-            return []  # the saver, which comes next, meets the same and says it in one line
+            return []  # mend_run, which comes next, meets the same and says it in one line
         except CheckpointError as error:
             if time.monotonic() > deadline:
                 raise
