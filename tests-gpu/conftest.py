@@ -8,14 +8,10 @@ import os
 import pytest
 import torch
 
-from parallel_testing import ranks
+from parallel_testing.ranks import preload
 
 # Imported once by the ranks' forkserver instead of by every rank anew.
-ranks._PRELOAD.extend(
-    name
-    for name in ("torch._dynamo", "torch.distributed.fsdp", "parallel_engine")
-    if name not in ranks._PRELOAD
-)
+preload("torch._dynamo", "torch.distributed.fsdp", "parallel_engine")
 
 RANKS_ON_CPU = 4
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from parallel_ckpt import CheckpointSaver, RunFolder, newest_intact, read_start, restore
 from parallel_config import CheckpointConfig, CheckpointFormat, Topology
-from parallel_testing.ranks import Outcome, rank_outcomes, run_ranks
+from parallel_testing.ranks import RankOutcome, rank_outcomes, run_ranks
 
 FORMAT = CheckpointFormat.SAFETENSORS_DCP
 WATCHDOG_S = 300
@@ -204,7 +204,7 @@ def campaign(
     return tally
 
 
-def check_deaths(outcomes: list[Outcome], victims: list[int]) -> None:
+def check_deaths(outcomes: list[RankOutcome], victims: list[int]) -> None:
     for outcome in outcomes:
         assert outcome.exit_code is not None, f"rank {outcome.rank} hung\n{outcome.error}"
         expected = -signal.SIGALRM if outcome.rank in victims else 1

@@ -1,10 +1,6 @@
 """Shared by the suite: what the ranks' forkserver imports once instead of every rank anew."""
 
-from parallel_testing import ranks
 from parallel_testing.leaks import no_leaks  # noqa: F401
+from parallel_testing.ranks import preload
 
-ranks._PRELOAD.extend(
-    name
-    for name in ("torch._dynamo", "torch.distributed.fsdp", "parallel_engine")
-    if name not in ranks._PRELOAD
-)
+preload("torch._dynamo", "torch.distributed.fsdp", "parallel_engine")

@@ -4,15 +4,11 @@ import pytest
 
 from parallel_publish.hub import Target
 from parallel_publish.retry import RetryPolicy
-from parallel_testing import ranks
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_testing.leaks import no_leaks  # noqa: F401
+from parallel_testing.ranks import preload
 
-ranks._PRELOAD.extend(
-    name
-    for name in ("torch.distributed.fsdp", "parallel_publish.publishing")
-    if name not in ranks._PRELOAD
-)
+preload("torch.distributed.fsdp", "parallel_publish.publishing")
 
 
 def pytest_configure(config):

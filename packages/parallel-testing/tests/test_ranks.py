@@ -1,6 +1,7 @@
-"""Ranks come back with results; what goes wrong on one of them is told, never waited for."""
+"""Ranks return results; what goes wrong on one of them is shown and does not hold up the test."""
 
 import os
+import sys
 import time
 
 import pytest
@@ -36,6 +37,15 @@ def _variables():
     return os.environ["RANK"], os.environ["EXTRA"], torch.cuda.is_available()
 
 
+def _has_imported_wave():
+    return "wave" in sys.modules
+
+
+def test_a_preloaded_module_is_there_before_a_rank_imports_it():
+    assert "wave" not in sys.modules  # only the forkserver has imported it
+    assert run_ranks(_has_imported_wave, 1, init=False) == [True]
+
+
 def test_results_come_back_by_rank():
     assert run_ranks(_sum_of_ranks, 3, 0.5) == [3.5, 3.5, 3.5]
 
@@ -52,7 +62,7 @@ def test_a_hang_is_cut_short_and_shows_where():
     assert time.monotonic() - started < 30
 
 
-def test_a_death_is_told_with_its_exit_code():
+def test_a_rank_that_dies_is_shown_with_its_exit_code():
     outcomes = rank_outcomes(_die_on_one, 2)
     assert outcomes[1].exit_code == 7
     assert not outcomes[1].ok

@@ -9,133 +9,42 @@ Everything lives in memory.
 
 from __future__ import annotations
 
-import hashlib
-import re
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import urlsplit
 
-MAX_REGULAR_BYTES = 2048
-"""Larger files and all weights travel as LFS objects, as on the real Hub."""
-_BINARY = (".safetensors", ".bin", ".distcp", ".pt", ".parquet", ".png", ".metadata")
+from parallel_testing.hub_routes import Reply, answer
+from parallel_testing.hub_state import Blob as Blob
+from parallel_testing.hub_state import Commit as Commit
+from parallel_testing.hub_state import Fault as Fault
+from parallel_testing.hub_state import HubState, Request
+from parallel_testing.hub_state import Repo as Repo
+from parallel_testing.hub_state import User as User
+from parallel_testing.hub_state import card_errors as card_errors
 
-
-@dataclass(frozen=True)
-class User:
-    """Who a token belongs to."""
-
-    name: str
-    can_write: bool = True
-    orgs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Blob:
-    """One file of a commit."""
-
-    data: bytes
-    is_lfs: bool
-
-    @property
-    def oid(self) -> str:
-        """Git's name of the content."""
-        return git_oid(self.data)
-
-    @property
-    def sha256(self) -> str:
-        """Name of the content as an LFS object."""
-        return hashlib.sha256(self.data).hexdigest()
+MAX_WAIT_S = 300.0
+"""Longest wait for the event of a fault, so that a test that forgets it ends all the same."""
+REQUEST_S = 30.0
+"""Longest pause inside of one request."""
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A state of a repository."""
-
-    sha: str
-    message: str
-    files: dict[str, Blob]
-
-
-@dataclass
-class Repo:
-    """A repository: branches and tags name commits; the first commit is empty."""
-
-    private: bool = False
-    commits: dict[str, Commit] = field(default_factory=dict)
-    refs: dict[str, str] = field(default_factory=dict)
-    history: list[str] = field(default_factory=list)
-
-    def commit(self, message: str, files: dict[str, Blob], branch: str = "main") -> Commit:
-        """Add a commit and move the branch to it."""
-        seed = f"{len(self.history)}{message}{time.time_ns()}".encode()
-        made = Commit(hashlib.sha1(seed).hexdigest(), message, files)
-        self.commits[made.sha] = made
-        self.history.append(made.sha)
-        self.refs[branch] = made.sha
-        return made
-
-    def at(self, revision: str) -> Commit | None:
-        """The commit that a branch, tag or sha names."""
-        return self.commits.get(self.refs.get(revision, revision))
-
-
-@dataclass
-class Fault:
-    """What goes wrong with the next requests that match."""
-
-    path: str
-    """Regular expression, searched in the path."""
-    method: str = ""
-    """Empty: any."""
-    status: int = 500
-    times: int = 1
-    """How many requests it hits."""
-    headers: dict[str, str] = field(default_factory=dict)
-    drop: bool = False
-    """Close the connection without an answer."""
-    after: bool = False
-    """Do what was asked for first: the answer is lost, not the request."""
-    delay_s: float = 0.0
-    """Answer late and well; `status` and `drop` do not count then."""
-    until: threading.Event | None = None
-    """The same, once the event is set: for tests that look around meanwhile."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One request as it came."""
-
-    method: str
-    path: str
-
-
-class HubServer:
-    """The server and what it holds; tests read and prepare `repos`, `users` and `faults`."""
+class HubServer(HubState):
+    """The state with a server in front of it, which runs inside of a `with` block."""
 
     def __init__(self) -> None:
-        self.token = "hf_test_writer"
-        self.users: dict[str, User] = {
-            self.token: User("user", orgs=("team",)),
-            "hf_test_reader": User("user", can_write=False),
-            "hf_test_stranger": User("stranger"),
-        }
-        self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}
-        self.faults: list[Fault] = []
-        self.requests: list[Request] = []
-        self.lock = threading.RLock()
+        super().__init__()
         self._server: ThreadingHTTPServer | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> HubServer:
-        from parallel_testing.hub_routes import handler
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        # The end waits for the threads of all connections, or the leak check would find them.
         self._server.daemon_threads = False
         self._server.block_on_close = True
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self._thread.start()
         return self
@@ -148,14 +57,8 @@ class HubServer:
         self._server.server_close()
 
     @property
-    def endpoint(self) -> str:
-        """Where it listens."""
-        assert self._server is not None
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    @property
     def environment(self) -> dict[str, str]:
-        """Variables for a child process that should take this server for the Hub."""
+        """Variables for a child process that takes this server for the Hub."""
         return {
             "HF_ENDPOINT": self.endpoint,
             "HF_TOKEN": self.token,
@@ -164,69 +67,66 @@ class HubServer:
             "NO_PROXY": "127.0.0.1",
         }
 
-    def create(self, repo_id: str, *, private: bool = False) -> Repo:
-        """An empty repository."""
-        with self.lock:
-            repo = self.repos[repo_id] = Repo(private)
-            repo.commit("initial commit", {})
-            return repo
 
-    def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """What a revision holds, by path."""
-        commit = self.repos[repo_id].at(revision)
-        assert commit is not None, f"{repo_id} has no {revision}"
-        return {path: blob.data for path, blob in commit.files.items()}
+def _handler(hub: HubState) -> type[BaseHTTPRequestHandler]:
+    """The request handler of one server."""
 
-    def commits(self, repo_id: str) -> list[str]:
-        """Messages of all commits but the first, oldest first."""
-        repo = self.repos[repo_id]
-        return [repo.commits[sha].message for sha in repo.history[1:]]
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        server_version = "LocalHub/1"
+        timeout: ClassVar[float] = 0.5  # idle connections are let go, so that the server can end
 
-    def requests_to(self, pattern: str, method: str = "") -> list[Request]:
-        """Requests so far whose path matches."""
-        return [
-            request
-            for request in self.requests
-            if re.search(pattern, request.path) and method in ("", request.method)
-        ]
+        def log_message(self, format: str, *args: object) -> None:
+            """Tests read `requests` instead."""
 
-    def take_fault(self, method: str, path: str) -> Fault | None:
-        """The fault that hits this request, if any; it is one shorter afterwards."""
-        with self.lock:
-            for fault in self.faults:
-                hits = re.search(fault.path, path) and fault.method in ("", method)
-                if hits and fault.times > 0:
-                    fault.times -= 1
-                    return fault
-        return None
+        def handle_any(self) -> None:
+            path = urlsplit(self.path).path
+            # A request is under way now: the short time of idle connections is not for it.
+            self.connection.settimeout(REQUEST_S)
+            body = self._body()
+            hub.requests.append(Request(self.command, path))
+            fault = hub.take_fault(self.command, path)
+            if fault is not None and (fault.delay_s or fault.until is not None):
+                time.sleep(fault.delay_s)
+                if fault.until is not None:
+                    fault.until.wait(MAX_WAIT_S)
+                fault = None
+            # A fault with `after` does its work first: the client loses the answer alone.
+            reply = None
+            if fault is None or fault.after:
+                reply = answer(hub, self.command, path, self.headers, body)
+            if fault is not None and fault.drop:
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if fault is not None:
+                reply = Reply(b'{"error": "injected"}', fault.status, fault.headers)
+            assert reply is not None
+            self._send(reply)
+            self.connection.settimeout(self.timeout)
 
+        do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
-def git_oid(data: bytes) -> str:
-    """Name that git gives to a file of this content."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        def _body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            chunks = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
 
+        def _send(self, reply: Reply) -> None:
+            try:
+                self.send_response(reply.status)
+                for name, value in reply.headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(reply.body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(reply.body)
+            except OSError:
+                self.close_connection = True  # the client gave up waiting
 
-def is_large(path: str, size: int) -> bool:
-    """Whether a file travels as an LFS object."""
-    return size > MAX_REGULAR_BYTES or path.endswith(_BINARY)
-
-
-def card_errors(readme: str) -> Iterator[str]:
-    """What the Hub refuses in a card's metadata, as far as the faults of a trainer go."""
-    match = re.match(r"---\n(.*?)\n---", readme, re.DOTALL)
-    if match is None:
-        return
-    for line in match[1].splitlines():
-        key, _, value = line.partition(":")
-        item = line.strip().removeprefix("- ").strip()
-        if line.strip() in ("-", "- null", "- ~"):
-            yield f'"{line.strip()}" must be a string'
-        if key == "license" and value.strip().strip('"') in ("null", "", "None"):
-            yield '"license" must be one of the known identifiers'
-        if key == "base_model" and value.strip().strip('"').startswith(("/", ".")):
-            yield f'"base_model" with value {value.strip()} is not valid'
-        if item.startswith(('"/', "/")):
-            yield f"{item} is no name on the Hub"
-
-
-Json = dict[str, Any]
+    return Handler

@@ -1,32 +1,30 @@
-"""The HTTP side of the local Hub: which request does what to its repositories."""
+"""What each request does to the repositories of the local Hub, and how it is answered."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler
-from typing import Any, ClassVar
-from urllib.parse import unquote, urlsplit
+from email.message import Message
+from typing import Any
+from urllib.parse import unquote
 
-from parallel_testing.hub import (
+from parallel_testing.hub_state import (
     Blob,
     Commit,
-    HubServer,
-    Json,
+    HubState,
     Repo,
-    Request,
     User,
     card_errors,
     git_oid,
     is_large,
 )
 
-MAX_WAIT_S = 300.0
+Json = dict[str, Any]
+Headers = Message
+"""As `http.server` parses them: names in any case."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,11 @@ class Refused(Exception):
 class Call:
     """A request that was taken apart."""
 
-    hub: HubServer
+    hub: HubState
     user: User | None
     parts: dict[str, str]
     body: bytes
-    headers: Any
+    headers: Headers
 
     @property
     def json(self) -> Json:
@@ -86,7 +84,7 @@ def _owns(user: User, namespace: str) -> bool:
     return namespace in (user.name, *user.orgs)
 
 
-def _reply(document: Any, status: int = 200, **headers: str) -> Reply:
+def _reply(document: Json | list[Json], status: int = 200, **headers: str) -> Reply:
     return Reply(json.dumps(document).encode(), status, headers)
 
 
@@ -219,6 +217,8 @@ def commit(call: Call) -> Reply:
         elif key == "deletedFolder":
             prefix = value["path"].rstrip("/") + "/"
             files = {path: blob for path, blob in files.items() if not path.startswith(prefix)}
+    # The client names the commit that its list of files was made from. Without this check two
+    # writers would silently undo each other.
     if header.get("parentCommit") not in (None, parent.sha):
         raise Refused(412, "A commit has happened since. Please refresh and try again.")
     made = repo.commit(header.get("summary", ""), files, branch)
@@ -286,7 +286,8 @@ ROUTES: list[tuple[str, str, Callable[[Call], Reply]]] = [
 ]
 
 
-def _answer(hub: HubServer, method: str, path: str, headers: Any, body: bytes) -> Reply:
+def answer(hub: HubState, method: str, path: str, headers: Headers, body: bytes) -> Reply:
+    """The reply to one request; `path` is without the query."""
     for verb, pattern, act in ROUTES:
         match = re.fullmatch(pattern, path)
         if match is None or verb != ("GET" if method == "HEAD" else method):
@@ -301,7 +302,7 @@ def _answer(hub: HubServer, method: str, path: str, headers: Any, body: bytes) -
     return Refused(404, f"no such address: {method} {path}").reply
 
 
-def _user(hub: HubServer, headers: Any) -> User | None:
+def _user(hub: HubState, headers: Headers) -> User | None:
     given = headers.get("Authorization") or ""
     if not given:
         return None
@@ -309,65 +310,3 @@ def _user(hub: HubServer, headers: Any) -> User | None:
     if user is None:
         raise Refused(401, "Invalid credentials in Authorization header")
     return user
-
-
-def handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
-    """The request handler of one server."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        server_version = "LocalHub/1"
-        timeout: ClassVar[float] = 0.5  # idle connections are let go, so that the server can end
-
-        def log_message(self, *_: Any) -> None:
-            """Tests read `requests` instead."""
-
-        def handle_any(self) -> None:
-            path = urlsplit(self.path).path
-            self.connection.settimeout(30)
-            body = self._body()
-            hub.requests.append(Request(self.command, path))
-            fault = hub.take_fault(self.command, path)
-            if fault is not None and (fault.delay_s or fault.until is not None):
-                time.sleep(fault.delay_s)
-                if fault.until is not None:
-                    fault.until.wait(MAX_WAIT_S)
-                fault = None
-            reply = None
-            if fault is None or fault.after:
-                reply = _answer(hub, self.command, path, self.headers, body)
-            if fault is not None and fault.drop:
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            if fault is not None:
-                reply = Reply(b'{"error": "injected"}', fault.status, fault.headers)
-            assert reply is not None
-            self._send(reply)
-            self.connection.settimeout(self.timeout)
-
-        do_GET = do_HEAD = do_POST = do_PUT = handle_any
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-                return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            chunks = []
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(chunks)
-
-        def _send(self, reply: Reply) -> None:
-            try:
-                self.send_response(reply.status)
-                for name, value in reply.headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(reply.body)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(reply.body)
-            except OSError:
-                self.close_connection = True  # the client gave up waiting
-
-    return Handler

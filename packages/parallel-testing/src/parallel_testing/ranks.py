@@ -29,21 +29,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
+
+T = TypeVar("T")
 
 GLOO_TIMEOUT_S = 30.0
-_PRELOAD = ["torch", "torch.distributed", "accelerate", "parallel_testing.ranks"]
+_preloaded = ["torch", "torch.distributed", "accelerate", "parallel_testing.ranks"]
+
+
+def preload(*modules: str) -> None:
+    """Have the forkserver import these modules once, instead of every rank anew.
+
+    Call it in a conftest.py: it counts until the first rank of the process is started. Modules
+    that are not installed are left out.
+    """
+    _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome(Generic[T]):
     """How one rank ended."""
 
     rank: int
     exit_code: int | None
-    """None when the watchdog had to kill it."""
-    result: Any = None
-    """What the function returned."""
+    """None if the watchdog had to kill it."""
+    result: T | None = None
+    """What the function returned; None if it did not return."""
     error: str = ""
     """Its traceback, or the stack it hung in."""
     error_type: str = ""
@@ -60,14 +71,14 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     world_size: int,
-    *args: Any,
+    *args: object,
     timeout_s: float = 90.0,
     env: Mapping[str, str] | None = None,
     init: bool = True,
     device: str = "cpu",
-) -> list[Any]:
+) -> list[T]:
     """Run `fn(*args)` on `world_size` gloo ranks; returns the results by rank.
 
     `fn` is a function at the top of a module. With `init` the process group is there already.
@@ -82,21 +93,21 @@ def run_ranks(
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         raise RanksFailed("\n".join(_describe(outcome) for outcome in failed))
-    return [outcome.result for outcome in outcomes]
+    return [cast(T, outcome.result) for outcome in outcomes]
 
 
 def rank_outcomes(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     world_size: int,
-    *args: Any,
+    *args: object,
     timeout_s: float = 90.0,
     env: Mapping[str, str] | None = None,
     init: bool = True,
     device: str = "cpu",
-) -> list[Outcome]:
+) -> list[RankOutcome[T]]:
     """Like `run_ranks`, for tests in which ranks are meant to fail: returns how each ended."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in _PRELOAD if importlib.util.find_spec(name)])
+    context.set_forkserver_preload([name for name in _preloaded if importlib.util.find_spec(name)])
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder, port = Path(name), free_port()
         processes = []
@@ -111,7 +122,7 @@ def rank_outcomes(
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """A TCP port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -130,8 +141,8 @@ def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str
     }
 
 
-def _source(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Name and file of the module that `fn` lives in; a test file is no importable module."""
+def _source(fn: Callable[..., object]) -> tuple[str, str]:
+    """Name and file of the module of `fn`; a test file cannot be imported by its name."""
     module = sys.modules[fn.__module__]
     return fn.__module__, str(module.__file__)
 
@@ -146,24 +157,26 @@ def _watch(processes: Sequence[BaseProcess], timeout_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid or 0, signal.SIGUSR2)
     if hung:
-        time.sleep(0.5)
+        time.sleep(0.5)  # they write their stacks now
     for process in hung:
         process.kill()
         process.join()
 
 
-def _outcome(folder: Path, rank: int, process: BaseProcess) -> Outcome:
+def _outcome(folder: Path, rank: int, process: BaseProcess) -> RankOutcome[T]:
     stacks = folder / f"stacks-{rank}"
     hung = stacks.exists() and stacks.stat().st_size > 0
     report = folder / f"result-{rank}"
     if report.exists():
         result, error, error_type = pickle.loads(report.read_bytes())
-        return Outcome(rank, None if hung else process.exitcode, result, error, error_type)
+        return RankOutcome(rank, None if hung else process.exitcode, result, error, error_type)
     text = stacks.read_text() if hung else ""
-    return Outcome(rank, None if hung else process.exitcode, error=text or "ended without a word")
+    return RankOutcome(
+        rank, None if hung else process.exitcode, error=text or "ended without a report"
+    )
 
 
-def _describe(outcome: Outcome) -> str:
+def _describe(outcome: RankOutcome[T]) -> str:
     how = "hung in" if outcome.exit_code is None else f"ended with {outcome.exit_code}"
     return f"--- rank {outcome.rank} {how}\n{outcome.error}"
 
@@ -175,6 +188,7 @@ def _child(rank: int, pickled: bytes) -> None:
     with open(Path(folder) / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         report, code = _run(source, qualname, args, init)
+        # Renamed when it is whole: a rank that is killed while it writes leaves no report.
         temporary = Path(folder) / f"result-{rank}.tmp"
         temporary.write_bytes(pickle.dumps(report))
         os.replace(temporary, Path(folder) / f"result-{rank}")
@@ -184,7 +198,9 @@ def _child(rank: int, pickled: bytes) -> None:
         os._exit(code)
 
 
-def _run(source: tuple[str, str], qualname: str, args: Any, init: bool) -> tuple[Any, int]:
+def _run(
+    source: tuple[str, str], qualname: str, args: tuple[object, ...], init: bool
+) -> tuple[tuple[object, str, str], int]:
     import torch
     import torch.distributed as dist
 
@@ -195,6 +211,7 @@ def _run(source: tuple[str, str], qualname: str, args: Any, init: bool) -> tuple
             dist.init_process_group("gloo", timeout=timeout)
         result = _function(source, qualname)(*args)
         if dist.is_initialized():
+            # A rank that ends early would close the connections that others still use.
             dist.barrier()
             dist.destroy_process_group()
         return (result, "", ""), 0
@@ -205,7 +222,7 @@ def _run(source: tuple[str, str], qualname: str, args: Any, init: bool) -> tuple
         return (None, traceback.format_exc(), type(error).__name__), 1
 
 
-def _function(source: tuple[str, str], qualname: str) -> Callable[..., Any]:
+def _function(source: tuple[str, str], qualname: str) -> Callable[..., object]:
     name, path = source
     module = sys.modules.get(name)
     if module is None:
