@@ -199,7 +199,9 @@ def test_metrics_are_numbers_of_any_kind():
 
     assert one_report(rows(), measured).metrics == {"a": 2.5, "b": 3.0, "c": 1.0, "d": 1.0}
     for value, shown in ((torch.ones(2), r"\[2\]"), ("good", "'good'"), (None, "None")):
-        with pytest.raises(TypeError, match=f"the metric 'm' = {shown}, but one is a number"):
+        with pytest.raises(
+            TypeError, match=f"the metric 'm' = {shown}, but a metric is one number"
+        ):
             one_report(rows(), lambda model, batch, v=value: (model(batch), {"m": v}))
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel_config import ConfigError, EMAConfig, Problem, clean_fqn
+from parallel_engine.gradients import local
 from parallel_engine.optimizers import inner_optimizer
-from parallel_engine.step import local
 from parallel_engine.wrapping import reshard
 
 AVERAGE = "ema"
@@ -44,7 +43,7 @@ class Ema:
         ConfigError: a trained parameter is narrower than fp32, in which averaging loses updates.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, config: EMAConfig) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: EMAConfig) -> None:
         if config.decay is None:
             raise ValueError("EMAConfig.decay is None, which means no average")
         self._model, self._decay, self._warmup = model, config.decay, config.warmup
@@ -92,7 +91,7 @@ class Ema:
         return min(self._decay, (1 + update) / (10 + update)) if self._warmup else self._decay
 
 
-def resume_average(model: nn.Module, optimizer: Any, ema: Ema | None) -> str | None:
+def resume_average(model: nn.Module, optimizer: Optimizer, ema: Ema | None) -> str | None:
     """After a restore: weights back into the model, averages on or dropped. No collective.
 
     Returns a line for the log where the checkpoint and this run differ in having an average.

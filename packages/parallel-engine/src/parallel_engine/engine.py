@@ -8,13 +8,12 @@ for micro_batches in engine.accumulate(loader):
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import logging
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -23,54 +22,50 @@ from torch.optim import Optimizer
 
 from parallel_config import (
     AcceleratorConfig,
-    ConfigError,
     ParallelismConfig,
     Topology,
     with_environment,
 )
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import preflight
-from parallel_engine import process as _ranks
-from parallel_engine import step as _step
 from parallel_engine.accelerate_build import (
     DTYPES,
     build_accelerator,
     require_as_configured,
     without_mesh_warnings,
 )
+from parallel_engine.agreement import agree, any_rank, from_main, together
 from parallel_engine.determinism import apply_determinism, fix_buckets
-from parallel_engine.entry_points import prepare_entry_points, undeclared_calls_explained
+from parallel_engine.entry_points import prepare_entry_points
 from parallel_engine.failures import Failures
 from parallel_engine.loaders import prepare_loader, windows
+from parallel_engine.loss import LossFn
 from parallel_engine.materialize import (
     Fill,
-    allocate,
     is_on_meta,
+    materialize,
     move_whole,
-    replicas_alike,
-    require_filled,
     shard_alone,
 )
 from parallel_engine.metrics import MetricNames
 from parallel_engine.nonfinite import NonFinite, OnNonFinite
-from parallel_engine.optimizers import OptimizerFactory, build, order_of_building, require
+from parallel_engine.optimizers import build, check_given
 from parallel_engine.plan import ShardPlan, plan
+from parallel_engine.process import TIMEOUT, choose_device, connect
 from parallel_engine.same_on_ranks import begin_alike, require_same_config
-from parallel_engine.step import LossFn, StepReport
-from parallel_engine.unit_order import UnitOrder, UnitOrderError
+from parallel_engine.types import Batch, OptimizerFactory, Scheduler, SchedulerFactory
+from parallel_engine.unit_order import UnitOrder
 from parallel_engine.unit_transforms import checkpoint_units, compile_units
+from parallel_engine.update import StepReport, Update
 from parallel_engine.wrapping import (
-    drop_gradients,
-    forward_methods,
     log_units,
     only_with_size,
     resolve_wrap_policy,
     units_without_shards,
-    unwrap,
-    without_sync,
     wrap_units,
 )
 
+Loader = TypeVar("Loader")
 log = logging.getLogger("parallel_engine")
 
 
@@ -85,6 +80,8 @@ class Engine:
             out and count it.
         timeout: how long ranks wait for one another, at the start and in each collective; as in
             `init_process_group`. A group that is running keeps its own.
+        facts: what `connect` returned, where the caller has called `check_environment` and
+            `connect` already. None does both here.
 
     Raises:
         ConfigError: the degrees do not fit the launch, or the environment asks for something else.
@@ -97,35 +94,30 @@ class Engine:
         accelerator: AcceleratorConfig | None = None,
         device: torch.device | str | None = None,
         on_nonfinite: OnNonFinite = "error",
-        timeout: datetime.timedelta = _ranks.TIMEOUT,
+        timeout: datetime.timedelta = TIMEOUT,
+        facts: LaunchFacts | None = None,
     ) -> None:
-        check_environment()
-        self.facts: LaunchFacts = _ranks.connect(device, timeout=timeout)
+        if facts is None:
+            check_environment()
+            facts = connect(device, timeout=timeout)
+        self.facts: LaunchFacts = facts
         self._parallelism = parallelism or ParallelismConfig()
         given = accelerator or AcceleratorConfig()
-        self.config, self.overridden = _ranks.together(lambda: with_environment(given))
+        self.config, self.overridden = together(lambda: with_environment(given))
         """What accelerate's variables changed in the config, where they are allowed to."""
-        self.topology: Topology = _ranks.together(
-            lambda: self._parallelism.resolve(self.facts.world_size)
-        )
+        self.topology: Topology = together(lambda: self._parallelism.resolve(self.facts.world_size))
         for line in self.overridden if self.is_main else ():
             log.warning("the environment wins: %s", line)
-        self.device = _ranks.choose_device(device, self.facts)
+        self.device = choose_device(device, self.facts)
         self._nonfinite = NonFinite(on_nonfinite)
         self.metric_names = MetricNames()
         """Of every metric that any rank has given."""
         apply_determinism(self.config)
-        name = _ranks.from_main(lambda: uuid.uuid4().hex)
+        # A name that was never used before: what an earlier engine's ranks wrote is not read.
+        name = from_main(lambda: uuid.uuid4().hex)
         self._failures = Failures(self.rank, self.topology.world_size, name)
-        self._order: UnitOrder | None = None
-        self._is_torn = False
-        """Whether a backward pass broke off between collectives, which nothing can mend."""
-        self._is_clipped = False
-        """Whether `clip` has seen the gradients of the coming update."""
         self._accelerator: Accelerator | None = None
-        self._model: nn.Module | None = None
-        self._values_missing = False
-        self._has_updated = False
+        self._updates: Update | None = None
 
     @property
     def rank(self) -> int:
@@ -153,11 +145,11 @@ class Engine:
         self,
         model: nn.Module,
         optimizer: Optimizer | OptimizerFactory,
-        scheduler: Any,
-        loader: Any,
+        scheduler: Scheduler | SchedulerFactory | None,
+        loader: Loader,
         *,
         fill: Fill | None = None,
-    ) -> Any:
+    ) -> tuple[nn.Module, Optimizer, Scheduler | None, Loader]:
         """Collective: every rank. Returns (model, optimizer, scheduler, loader), ready.
 
         `scheduler` and `loader` may be None. The optimizer is built before, on the whole model, or
@@ -177,32 +169,36 @@ class Engine:
         """
         if self._accelerator is not None:
             raise RuntimeError("an Engine prepares one model and one optimizer; make another one")
-        names = _ranks.together(lambda: self._check(model, optimizer, scheduler))
+        names = together(
+            lambda: check_given(
+                model, optimizer, scheduler, self.config, self.topology, self.device
+            )
+        )
         require_same_config(self.config, self.topology, self.device)
+        # A rank that fails between collectives tells the others: no agreement is possible there.
         with self._failures.told():
             prepared = self._prepare(model, optimizer, scheduler, loader, fill, names)
-            _ranks.agree(None)  # who failed behind the last collective is missed here
+            agree(None)  # an error behind the last collective is noticed here, by a missing rank
         return prepared
 
     def _prepare(
         self,
         model: nn.Module,
         optimizer: Optimizer | OptimizerFactory,
-        scheduler: Any,
-        loader: Any,
+        scheduler: Scheduler | SchedulerFactory | None,
+        loader: Loader,
         fill: Fill | None,
         names: Sequence[str],
-    ) -> Any:
-        """Collective: every rank. As `prepare`, for a model with these entry points that fits.
-
-        Whoever fails between collectives tells the others: no agreement is to be had there.
-        """
+    ) -> tuple[nn.Module, Optimizer, Scheduler | None, Loader]:
+        """Collective: every rank. As `prepare`, for a model with these entry points that fits."""
         sharded, on_meta = self.topology.is_sharded, is_on_meta(model)
         built_late = sharded and not isinstance(optimizer, Optimizer)
+        # Values come before DDP wraps, which sends those of rank 0; a sharded model gets its
+        # memory after it is cut, so that no rank ever holds the whole.
         if not sharded:
-            self._materialize(model, on_meta, fill)
+            materialize(model, on_meta, fill, self.config, self.topology, self.device)
         if not built_late:
-            optimizer, scheduler = _ranks.together(lambda: build(model, optimizer, scheduler))
+            optimizer, scheduler = together(lambda: build(model, optimizer, scheduler))
         policy = resolve_wrap_policy(model, self.config.fsdp) if sharded else None
         units = wrap_units(model, policy) if policy else units_without_shards(model, self.config)
         ignored = preflight.ignored_modules(model, self.config) if sharded else []
@@ -214,11 +210,13 @@ class Engine:
             else:
                 wrapped, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         if sharded:
-            self._materialize(wrapped, on_meta, fill)
+            materialize(wrapped, on_meta, fill, self.config, self.topology, self.device)
         if built_late:
             optimizer, scheduler = build(wrapped, optimizer, scheduler)
             optimizer = accelerator.prepare_optimizer(optimizer)
             scheduler = scheduler and accelerator.prepare_scheduler(scheduler)
+        # Built above, one way or the other; accelerate's wrappers are an Optimizer and a Scheduler.
+        ready, schedule = cast(Optimizer, optimizer), cast("Scheduler | None", scheduler)
         prepare_entry_points(
             wrapped,
             model,
@@ -228,15 +226,25 @@ class Engine:
         )
         if self.config.deterministic:
             fix_buckets(wrapped)
+        order = None
         if policy:
-            assert isinstance(optimizer, Optimizer)
-            preflight.verify_sharded(wrapped, optimizer, units, replicated)
-            self._order = UnitOrder(wrapped, self.topology.world_size)
-            self._failures.order = self._order
+            preflight.verify_sharded(wrapped, ready, units, replicated)
+            order = self._failures.order = UnitOrder(wrapped, self.topology.world_size)
             if self.is_main:
                 log_units(wrapped, policy.source)
-        self._model = wrapped
-        return wrapped, optimizer, scheduler, prepare_loader(loader, accelerator, self.device)
+        self._updates = Update(
+            wrapped,
+            accelerator,
+            config=self.config,
+            topology=self.topology,
+            device=self.device,
+            failures=self._failures,
+            nonfinite=self._nonfinite,
+            metric_names=self.metric_names,
+            order=order,
+            values_missing=on_meta and fill is None,
+        )
+        return wrapped, ready, schedule, prepare_loader(loader, accelerator, self.device)
 
     def plan(
         self,
@@ -257,14 +265,16 @@ class Engine:
         ranks = self.topology.world_size if world_size is None else world_size
         return plan(model_factory, self._parallelism, self.config, ranks, batch_size=batch_size)
 
-    def accumulate(self, loader: Iterable[Any], *, first_epoch: int = 0) -> Iterator[Sequence[Any]]:
+    def accumulate(
+        self, loader: Iterable[Batch], *, first_epoch: int = 0
+    ) -> Iterator[Sequence[Batch]]:
         """Windows of micro-batches, one per update, for as long as the caller asks.
 
         The loader is started again at its end, with `set_epoch` of itself and its samplers where
-        there is one, counted from `first_epoch`; a window runs on over that end. Each batch must
-        be one of its own, not the former one refilled: a window holds several. A micro-batch
-        moves to the device when it is taken out of its window. What the loader raises is told to
-        the other ranks.
+        there is one, counted from `first_epoch`; a window runs on over that end. The loader must
+        yield a new batch each time, not the former one refilled: a window holds several. A
+        micro-batch moves to the device when it is taken out of its window. What the loader raises
+        is told to the other ranks.
 
         Raises:
             ConfigError: the loader yields nothing, or nothing any more.
@@ -275,52 +285,30 @@ class Engine:
     def step(
         self,
         model: nn.Module,
-        optimizer: Any,
-        scheduler: Any,
-        micro_batches: Sequence[Any],
-        loss_fn: LossFn,
+        optimizer: Optimizer,
+        scheduler: Scheduler | None,
+        micro_batches: Sequence[Batch],
+        loss_fn: LossFn[Batch],
         *,
         clip_norm: float | None = None,
     ) -> StepReport:
-        """Collective: every rank. One optimizer update over the window.
+        """Collective: every rank. One optimizer update over the window, see `update.py`.
 
         `loss_fn(model, batch)` returns a 0-dim mean or a `Loss`, alone or with a dict of metrics,
-        whose names may differ between batches and ranks. After an error no gradients are left, so
-        that a window may be tried again; not so where it broke off a backward pass of several
-        ranks.
+        whose names may differ between batches and ranks; or an `Answer`. After an error no
+        gradients are left, so that a window may be tried again; not so where it broke off a
+        backward pass of several ranks.
 
         Raises:
             NonFiniteError: on every rank, before the update, with `on_nonfinite="error"`.
             UnitOrderError: on every rank, before the update: ranks ran different wrap units.
             PeerError: another rank failed; its error is quoted.
         """
-        started = time.perf_counter()
-        lr = float(optimizer.param_groups[0]["lr"])
-        with self._forgotten_on_error(model):
-            window = _step.run_window(self, model, micro_batches, loss_fn)
-            with self._failures.told():
-                ddp = self.config.ddp
-                allowed = ddp.find_unused_parameters or ddp.static_graph
-                _step.require_all_used(model, allowed=allowed)
-                sums = _step.reduce_window(window, self.metric_names)
-                weight = sums.weight if sums.weight > 0 else 1.0
-                scale = self.topology.dp_world_size / weight
-                norm = self.clip(model, scale=scale, clip_norm=clip_norm)
-            loss = sums.total / weight
-            scaled = self.accelerator.scaler is not None
-            skipped = self._nonfinite.must_skip(loss, norm, scaled=scaled)
-        self.update(optimizer, scheduler, skip=skipped)
-        return StepReport(
-            loss=loss,
-            grad_norm=norm,
-            lr=lr,
-            seconds=time.perf_counter() - started,
-            skipped=skipped,
-            metrics=sums.metrics,
+        return self._prepared.run(
+            model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=clip_norm
         )
 
-    @contextlib.contextmanager
-    def micro_batch(self, model: nn.Module, index: int, count: int) -> Iterator[None]:
+    def micro_batch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch: only the last of a window syncs.
 
         With `gradient_accumulation.sync_each_batch` every one does. An error inside is told to
@@ -332,70 +320,34 @@ class Engine:
             ConfigError: on every rank, the first time: the model was built on the meta device and
                 nothing has given it values since.
         """
-        if self._is_torn:
-            raise RuntimeError(
-                "a backward pass broke off: some ranks have reduced gradients that others have "
-                "not. Build model and Engine anew, or resume from a checkpoint"
-            )
-        if self._values_missing:
-            require_filled(unwrap(model))
-            self._values_missing = False
-        last = index == count - 1
-        syncs_now = last or self.config.gradient_accumulation.sync_each_batch
-        # DDP learns a static graph from its first backward passes, which must therefore reduce.
-        learning = self.config.ddp.static_graph and not self._has_updated
-        syncs = contextlib.nullcontext() if syncs_now or learning else without_sync(model)
-        with self._forgotten_on_error(model):
-            with self._failures.told(), undeclared_calls_explained(model), syncs:
-                yield
-            if last:
-                self._require_same_order()
+        return self._prepared.micro_batch(model, index, count)
 
     def backward(self, loss: Tensor) -> None:
         """Collective: every rank. Backward of one micro-batch; fp16 goes through its scaler."""
-        scaler = self.accelerator.scaler
-        try:
-            (scaler.scale(loss) if scaler is not None else loss).backward()
-        except BaseException:
-            self._is_torn = self.topology.world_size > 1
-            raise
+        self._prepared.backward(loss)
 
     def clip(self, model: nn.Module, *, scale: float = 1.0, clip_norm: float | None) -> float:
         """Collective: every rank. Scale the gradients, clip them by their true global norm.
 
         Returns the norm before clipping, the same on every rank.
         """
-        try:
-            self.accelerator.unscale_gradients()
-        except RuntimeError as error:  # a loop of one's own may have clipped by accelerate before
-            if "already been called" not in str(error):
-                raise
-        self._is_clipped = True
-        if self.topology.is_sharded:
-            _step.average_replicated(model, self.topology.dp_world_size)
-        return _step.scale_and_clip(list(model.parameters()), scale=scale, max_norm=clip_norm)
+        return self._prepared.clip(model, scale=scale, clip_norm=clip_norm)
 
-    def update(self, optimizer: Any, scheduler: Any, *, skip: bool = False) -> None:
+    def update(
+        self, optimizer: Optimizer, scheduler: Scheduler | None, *, skip: bool = False
+    ) -> None:
         """Collective: every rank. Optimizer and scheduler once, gradients to None.
 
         A skipped update moves neither. Gradients that `clip` has not seen are reduced here, as they
         are.
         """
-        if not self._is_clipped:
-            assert self._model is not None, "engine.update comes after engine.prepare"
-            self.clip(self._model, clip_norm=None)
-        self._is_clipped = False
-        self._has_updated = True
-        scaler = self.accelerator.scaler
-        # accelerate's wrapper looks for an optional package in every call; only a scaler needs it.
-        inner = getattr(optimizer, "optimizer", optimizer) if scaler is None else optimizer
-        if not skip:
-            inner.step()
-        elif scaler is not None:
-            scaler.update()
-        if scheduler is not None and not (skip or optimizer.step_was_skipped):
-            scheduler.step()
-        inner.zero_grad(set_to_none=True)
+        self._prepared.apply(optimizer, scheduler, skip=skip)
+
+    @property
+    def _prepared(self) -> Update:
+        if self._updates is None:
+            raise RuntimeError("the engine updates a model after engine.prepare(...)")
+        return self._updates
 
     def any(self, flag: bool) -> bool:
         """Collective: every rank. Whether the flag is set on any rank.
@@ -404,28 +356,15 @@ class Engine:
             PeerError: another rank failed or is gone.
         """
         with self._failures.told():
-            return _ranks.any_rank(flag)
+            return any_rank(flag)
 
-    def telling_peers(self) -> contextlib.AbstractContextManager[None]:
+    def telling_peers(self) -> AbstractContextManager[None]:
         """Around work of your own between updates: a rank that fails there is named to the others.
 
         Raises:
             PeerError: a collective inside broke because another rank failed or is gone.
         """
         return self._failures.told()
-
-    def _check(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[str, ...]:
-        require("model", model, nn.Module)
-        built = isinstance(optimizer, Optimizer)
-        if not built and not callable(optimizer):
-            require("optimizer", optimizer, Optimizer)
-        problems = list(order_of_building(optimizer if built else None, scheduler))
-        if problems:
-            raise ConfigError(problems)
-        preflight.check(
-            model, optimizer if built else None, self.config, self.topology, self.device
-        )
-        return forward_methods(model)
 
     def _before_wrapping(
         self, model: nn.Module, units: Mapping[str, nn.Module], ignored: Sequence[nn.Module]
@@ -443,53 +382,9 @@ class Engine:
             ignored=ignored,
             facts=self.facts,
         )
-        _ranks.together(
+        together(
             lambda: require_as_configured(accelerator, self.config, self.topology, self.device)
         )
         self._accelerator = accelerator
         move_whole(model, self.device, ignored)
         return accelerator
-
-    def _materialize(self, model: nn.Module, on_meta: bool, fill: Fill | None) -> None:
-        """Collective: every rank. Memory for what has none, then values.
-
-        `fill` may have collectives of its own, so it is under no agreement.
-        """
-        if on_meta:
-            _ranks.together(lambda: self._allocate(model))
-        if fill is not None:
-            with torch.no_grad():
-                fill(model)
-            if on_meta:
-                require_filled(model)
-            if self.topology.is_sharded:
-                replicas_alike(model)
-        self._values_missing = on_meta and fill is None
-
-    def _require_same_order(self) -> None:
-        """Collective: every rank. Wrap units ran in the same order everywhere."""
-        if self._order is None:
-            return
-        with self._failures.told():
-            difference = self._order.difference()
-        if difference:
-            raise UnitOrderError(difference)
-
-    @contextlib.contextmanager
-    def _forgotten_on_error(self, model: nn.Module) -> Iterator[None]:
-        """An error leaves no gradients behind, which the next window would be added to."""
-        try:
-            yield
-        except BaseException:
-            drop_gradients(model)
-            if self._is_clipped and self.accelerator.scaler is not None:
-                self.accelerator.scaler.update()  # or it would not unscale the next gradients
-            self._is_clipped = False
-            if self._order is not None:
-                self._order.forget()
-            raise
-
-    def _allocate(self, model: nn.Module) -> None:
-        shards = torch.device("cpu") if self.config.fsdp.cpu_offload else self.device
-        allocate(model, self.device, shards=shards)
-        move_whole(model, self.device, ())

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
-from parallel_engine.step import LossFn, evaluate
+from parallel_engine.engine import Engine
+from parallel_engine.loss import LossFn, forward
+from parallel_engine.types import Batch
 from parallel_engine.wrapping import reshard
 
 
@@ -29,10 +30,10 @@ class EvalReport:
 
 
 def evaluate_loss(
-    engine: Any,
+    engine: Engine,
     model: nn.Module,
-    batches: Iterable[Any],
-    loss_fn: LossFn,
+    batches: Iterable[Batch],
+    loss_fn: LossFn[Batch],
     *,
     num_counted: int | None = None,
     seed: int = 0,
@@ -56,12 +57,12 @@ def evaluate_loss(
             number = index * engine.topology.world_size + engine.rank
             torch.manual_seed(((seed << 32) + number) % 2**64)
             with torch.no_grad(), engine.micro_batch(model, 0, 1):
-                loss, metrics = evaluate(loss_fn, model, batch)
-            weight = float(loss.weight)
+                answer = forward(loss_fn, model, batch)
+            weight = float(answer.loss.weight)
             if (num_counted is not None and index >= num_counted) or not weight > 0:
                 continue  # nothing counts nothing, also where its mean was not a number
-            loss_sum, weight_sum = loss_sum + float(loss.total), weight_sum + weight
-            for name, value in metrics.items():
+            loss_sum, weight_sum = loss_sum + float(answer.loss.total), weight_sum + weight
+            for name, value in answer.metrics.items():
                 total, of = sums.get(name, (0.0, 0.0))
                 sums[name] = total + float(value) * weight, of + weight
     (loss_sum, weight_sum), means = engine.metric_names.reduce([loss_sum, weight_sum], sums)

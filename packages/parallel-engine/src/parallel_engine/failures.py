@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from parallel_config import is_agreed
+from parallel_engine.errors import PeerError
 from parallel_engine.unit_order import UnitOrder, certain_difference
 
 POLL_S = 0.5
@@ -33,10 +34,6 @@ STALL_S = 60.0
 """How long no wrap unit runs before ranks look whether they ran the same ones."""
 GRACE_S = 20.0
 """How long a peer's main thread may take to notice by itself before the process is ended."""
-
-
-class PeerError(RuntimeError):
-    """Another rank failed first; the message quotes its error."""
 
 
 class Failures:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 from accelerate import Accelerator
@@ -18,7 +18,9 @@ from accelerate.data_loader import (
 from torch.utils.data import DataLoader, DistributedSampler
 
 from parallel_config import ConfigError, Problem
+from parallel_engine.types import Batch
 
+Loader = TypeVar("Loader")
 _CUT = (
     DistributedSampler,
     BatchSamplerShard,
@@ -27,53 +29,74 @@ _CUT = (
     IterableDatasetShard,
 )
 _SAMPLERS = ("batch_sampler", "sampler")
-_END = object()
 
 
-class DeviceLoader:
+class _End:
+    """What a loader cannot yield: None and every other value may be a batch."""
+
+
+_END = _End()
+
+
+class DeviceLoader(Generic[Batch]):
     """A loader of this rank's batches, moved to its device; otherwise as the loader within."""
 
-    def __init__(self, loader: Any, device: torch.device) -> None:
+    def __init__(self, loader: Iterable[Batch], device: torch.device) -> None:
         self.loader, self.device = loader, device
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not there yet, while one is unpickled
+    def __getattr__(self, name: str) -> Any:  # whatever the loader within has
+        if name == "loader":  # while this object is unpickled it is not there yet
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
             yield to_device(batch, self.device)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(cast(Sized, self.loader))
 
 
-class Moved(Sequence[Any]):
+class Moved(Sequence[Batch]):
     """A window of micro-batches; each moves to the device when it is taken, not all at once."""
 
-    def __init__(self, batches: Sequence[Any], device: torch.device) -> None:
-        self._batches, self._device = batches, device
+    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
+        self._batches, self.device = batches, device
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+    @overload
+    def __getitem__(self, index: slice) -> Moved[Batch]: ...
+    def __getitem__(self, index: int | slice) -> Batch | Moved[Batch]:
         if isinstance(index, slice):
-            return Moved(self._batches[index], self._device)
-        return to_device(self._batches[index], self._device)
+            return Moved(self._batches[index], self.device)
+        return to_device(self._batches[index], self.device)
+
+
+def on_device(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]:
+    """The micro-batches, each of which moves once: a window of `accumulate` does so by itself."""
+    if isinstance(batches, Moved) and batches.device == device:
+        return batches
+    return Moved(batches, device)
 
 
 def windows(
-    loader: Iterable[Any],
+    loader: Iterable[Batch],
     steps: int,
     device: torch.device,
     told: Callable[[], AbstractContextManager[None]],
     first_epoch: int,
-) -> Iterator[Sequence[Any]]:
-    """As `Engine.accumulate`, which see. What the loader raises is raised within `told()`."""
+) -> Iterator[Sequence[Batch]]:
+    """As `Engine.accumulate`. What the loader raises is raised within `told()`.
+
+    Only the loader runs within: the caller's errors between two windows are the caller's.
+    """
+    # The loader within: a `DeviceLoader` would move a whole window before its first micro-batch.
     host = loader.loader if isinstance(loader, DeviceLoader) else loader
-    window: list[Any] = []
+    window: list[Batch] = []
     for epoch in itertools.count(first_epoch):
         count = 0
         with told():
@@ -82,14 +105,14 @@ def windows(
         while True:
             with told():
                 batch = next(batches, _END)
-            if batch is _END:
+            if isinstance(batch, _End):
                 break
             count += 1
             window.append(batch)
             if len(window) == steps:
                 yield Moved(window, device)
                 window = []
-        if not count:
+        if not count:  # or this would start the loader again for ever
             with told():
                 raise ConfigError(_yields_nothing(is_first=epoch == first_epoch))
 
@@ -104,25 +127,32 @@ def _yields_nothing(*, is_first: bool) -> Problem:
     )
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader and its samplers which pass over the data begins, as far as they ask."""
+def set_epoch(loader: object, epoch: int) -> None:
+    """Tell the loader and its samplers which pass over the data begins, if they want to know."""
     owners = [loader, *(getattr(loader, name, None) for name in _SAMPLERS)]
     for tell in [getattr(owner, "set_epoch", None) for owner in owners]:
         if tell is not None:
             tell(epoch)
 
 
-def prepare_loader(loader: Any, accelerator: Accelerator, device: torch.device) -> Any:
-    """The loader as this rank reads it.
+def prepare_loader(loader: Loader, accelerator: Accelerator, device: torch.device) -> Loader:
+    """The loader as this rank reads it; it stands in for the given one. None stays None.
 
-    A `DataLoader` is cut over the ranks by accelerate: rank r of n reads batches r, r + n, ..., and
-    the last round is filled up with samples from the first, since every rank must take part. A
-    batch sampler with `is_parallel_sampler = True` says that it yields this rank's own
-    micro-batches already; so does any iterable that is no `DataLoader`. Those are only moved.
+    accelerate distributes the batches of a `DataLoader` over the ranks: rank r of n reads batches
+    r, r + n, ..., and the last round is filled up with samples from the first, since every rank
+    must take part. A batch sampler with `is_parallel_sampler = True` says that it yields this
+    rank's own micro-batches already; every other iterable does so too. Those are only moved.
 
     Raises:
         ConfigError: the loader is cut over the ranks already.
     """
+    # What is returned has the attributes of what was given, which no type can say.
+    return cast(Loader, _prepared(loader, accelerator, device))
+
+
+def _prepared(
+    loader: Any, accelerator: Accelerator, device: torch.device
+) -> DeviceLoader[object] | None:
     if loader is None:
         return None
     if getattr(getattr(loader, "batch_sampler", None), "is_parallel_sampler", False):
@@ -143,7 +173,7 @@ def prepare_loader(loader: Any, accelerator: Accelerator, device: torch.device) 
     return DeviceLoader(cut_now, device)
 
 
-def _parts(loader: Any) -> Iterator[Any]:
+def _parts(loader: object) -> Iterator[object]:
     """The loader, its dataset, and its samplers with those that they wrap."""
     yield from (loader, getattr(loader, "dataset", None))
     waiting = [getattr(loader, name, None) for name in _SAMPLERS]
@@ -154,24 +184,28 @@ def _parts(loader: Any) -> Iterator[Any]:
             waiting += [getattr(part, name, None) for name in _SAMPLERS]
 
 
-def _is_cut(part: Any) -> bool:
+def _is_cut(part: object) -> bool:
     """Whether it yields one rank's share: torch's sampler, accelerate's, or one like them."""
     return isinstance(part, _CUT) or (hasattr(part, "num_replicas") and hasattr(part, "rank"))
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors of a nested batch on `device`, and whatever knows to move itself; the rest as it is.
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Tensors of a nested batch on `device`, and every object that can move itself.
 
-    Also a tokenizer's BatchEncoding and a TensorDict, which stay what they are.
+    The rest stays as it is. A tokenizer's BatchEncoding and a TensorDict keep their type.
     """
+    return cast(Batch, _to_device(batch, device))
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:  # of each type the same type
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
+        return {key: _to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
-        return type(batch)(*(to_device(value, device) for value in batch))
+        return type(batch)(*(_to_device(value, device) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device) for value in batch)
+        return type(batch)(_to_device(value, device) for value in batch)
     return batch

@@ -20,8 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
-from parallel_config import ConfigError, Problem, agreed, clean_fqn
-from parallel_engine import process as _ranks
+from parallel_config import (
+    AcceleratorConfig,
+    ConfigError,
+    Problem,
+    Topology,
+    agreed,
+    clean_fqn,
+)
+from parallel_engine.agreement import from_main, together
 
 Fill = Callable[[nn.Module], Any]
 """Collective: every rank. Writes values into a model's parameters and buffers, in place."""
@@ -109,6 +116,36 @@ def allocate(model: nn.Module, device: torch.device, *, shards: torch.device | N
                 reset()
 
 
+def materialize(
+    model: nn.Module,
+    on_meta: bool,
+    fill: Fill | None,
+    config: AcceleratorConfig,
+    topology: Topology,
+    device: torch.device,
+) -> None:
+    """Collective: every rank. Memory for what has none, then values.
+
+    `fill` may have collectives of its own, so it stands under no agreement.
+    """
+    shards = torch.device("cpu") if config.fsdp.cpu_offload else device
+    if on_meta:
+        together(lambda: _allocate_here(model, device, shards))
+    if fill is None:
+        return
+    with torch.no_grad():
+        fill(model)
+    if on_meta:
+        require_filled(model)
+    if topology.is_sharded:
+        replicas_alike(model)
+
+
+def _allocate_here(model: nn.Module, device: torch.device, shards: torch.device) -> None:
+    allocate(model, device, shards=shards)
+    move_whole(model, device, ())
+
+
 def require_filled(model: nn.Module) -> None:
     """Collective: every rank. Check that nothing on any rank carries the mark of `allocate`.
 
@@ -166,7 +203,7 @@ def initialize(model: nn.Module, reset: Callable[[nn.Module], Any] | None = None
     from the main rank's generator, so that the values are the same on any number of ranks and any
     kind; no rank's own generator moves. A tied parameter keeps the values of its first module.
     """
-    state = _ranks.from_main(torch.get_rng_state)
+    state = from_main(torch.get_rng_state)
     done: set[int] = set()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.set_rng_state(state)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
+from parallel_engine.errors import NonFiniteError
+
 log = logging.getLogger("parallel_engine")
 OnNonFinite = Literal["error", "skip"]
 _MAX_OVERFLOWS = 32
 """In a row, of fp16's scaler: it begins at 2 ** 16 and halves its scale with each."""
-
-
-class NonFiniteError(RuntimeError):
-    """Loss or gradient norm is NaN or infinite; raised on every rank before the update."""
 
 
 class NonFinite:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TypeGuard, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from parallel_config import ConfigError, Problem
+from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology
 from parallel_engine import preflight
+from parallel_engine.types import OptimizerFactory, Scheduler, SchedulerFactory
+from parallel_engine.wrapping import forward_methods
 
-OptimizerFactory = Callable[[nn.Module], Optimizer]
 
-
-def require(name: str, value: object, kind: type[Any]) -> None:
+def require(name: str, value: object, kind: type[object]) -> None:
     """Raise a ConfigError when `value` is no `kind`."""
     if not isinstance(value, kind):
         raise ConfigError(
@@ -23,7 +24,32 @@ def require(name: str, value: object, kind: type[Any]) -> None:
         )
 
 
-def order_of_building(optimizer: Optimizer | None, scheduler: Any) -> Iterator[Problem]:
+def check_given(
+    model: nn.Module,
+    optimizer: object,
+    scheduler: object,
+    config: AcceleratorConfig,
+    topology: Topology,
+    device: torch.device,
+) -> tuple[str, ...]:
+    """Check what was given to `Engine.prepare`; returns the model's entry points beside `forward`.
+
+    Raises:
+        ConfigError: something does not fit; all problems of the model at once.
+    """
+    require("model", model, nn.Module)
+    built = optimizer if isinstance(optimizer, Optimizer) else None
+    if built is None and not callable(optimizer):
+        require("optimizer", optimizer, Optimizer)
+    # First: the checks of the model look into an optimizer that belongs to it.
+    problems = list(order_of_building(built, scheduler))
+    if problems:
+        raise ConfigError(problems)
+    preflight.check(model, built, config, topology, device)
+    return forward_methods(model)
+
+
+def order_of_building(optimizer: Optimizer | None, scheduler: object) -> Iterator[Problem]:
     """Whether optimizer and scheduler are given in a form that can be built in time."""
     if optimizer is None:
         if scheduler is not None and not _is_factory(scheduler):
@@ -42,7 +68,7 @@ def order_of_building(optimizer: Optimizer | None, scheduler: Any) -> Iterator[P
         )
 
 
-def _takes_no_metric(scheduler: Any) -> None:
+def _takes_no_metric(scheduler: object) -> None:
     """Raise a ConfigError for a scheduler that is stepped by a metric, not by updates."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigError(
@@ -55,13 +81,15 @@ def _takes_no_metric(scheduler: Any) -> None:
         )
 
 
-def _is_factory(scheduler: Any) -> bool:
+def _is_factory(scheduler: object) -> TypeGuard[SchedulerFactory]:
     return callable(scheduler) and not hasattr(scheduler, "step")
 
 
 def build(
-    model: nn.Module, optimizer: Optimizer | OptimizerFactory, scheduler: Any
-) -> tuple[Optimizer, Any]:
+    model: nn.Module,
+    optimizer: Optimizer | OptimizerFactory,
+    scheduler: Scheduler | SchedulerFactory | None,
+) -> tuple[Optimizer, Scheduler | None]:
     """Call what was given as functions.
 
     Raises:
@@ -74,13 +102,12 @@ def build(
         problems = list(preflight.optimizer_problems(model, optimizer))
         if problems:
             raise ConfigError(problems)
-    if _is_factory(scheduler):
-        scheduler = scheduler(optimizer)
-    _takes_no_metric(scheduler)
-    return optimizer, scheduler
+    built = scheduler(optimizer) if _is_factory(scheduler) else cast("Scheduler | None", scheduler)
+    _takes_no_metric(built)
+    return optimizer, built
 
 
-def inner_optimizer(optimizer: Any) -> Optimizer:
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """The torch optimizer inside accelerate's wrapper, or what was given."""
     found = getattr(optimizer, "optimizer", optimizer)
     assert isinstance(found, Optimizer)

@@ -1,8 +1,4 @@
-"""Agreement between ranks: one error becomes everybody's, one value becomes everybody's.
-
-Collectives never sit under a rank condition. What only the main rank can know or do is a function
-handed to `from_main`; every rank calls it.
-"""
+"""A rank's process: its device, how it joins the process group, and how it leaves."""
 
 from __future__ import annotations
 
@@ -11,17 +7,16 @@ import datetime
 import os
 import socket
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from parallel_config import ConfigError, Problem, agreed
+from parallel_config import ConfigError, Problem
 from parallel_config.environment import LaunchFacts, launch_variables, requested_device
+from parallel_engine.agreement import together
 from parallel_engine.rendezvous import meet
 
-T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=10)
 """How long ranks wait for one another, at the start and in each collective, by default."""
 
@@ -147,66 +142,6 @@ def _require_backends(*device_types: str) -> None:
         )
 
 
-def agree(error: BaseException | None) -> None:
-    """Collective: every rank. Raise the first rank's error on all ranks, or return on all.
-
-    Raises:
-        Exception: the error of the lowest rank that has one, the same on every rank.
-    """
-    if not dist.is_initialized():
-        if error is not None:
-            raise error
-        return
-    errors: list[BaseException | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, _portable(error))
-    for rank, found in enumerate(errors):
-        if found is not None:
-            raise agreed(error if error is not None and rank == dist.get_rank() else found)
-
-
-def together(fn: Callable[[], T]) -> T:
-    """Collective: every rank. `fn()` on every rank; an error on one is raised on all.
-
-    `fn` has no collectives of its own: where one rank failed before them, its agreement would be
-    taken for theirs. What has some goes under `Engine.telling_peers()`.
-    """
-    try:
-        value, error = fn(), None
-    except Exception as caught:
-        value, error = None, caught
-    agree(error)
-    return value  # type: ignore[return-value]
-
-
-def from_main(fn: Callable[[], T]) -> T:
-    """Collective: every rank. Run `fn` on the main rank; its value, or error, is everybody's.
-
-    The value is pickled.
-    """
-    if not dist.is_initialized():
-        return fn()
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [fn(), None]
-        except Exception as error:
-            outcome = [None, _portable(error)]
-    dist.broadcast_object_list(outcome, src=0)
-    value, failure = outcome
-    if failure is not None:
-        raise agreed(failure)
-    return value  # type: ignore[no-any-return]
-
-
-def any_rank(flag: bool) -> bool:
-    """Collective: every rank. Whether the flag is set on any rank."""
-    if not dist.is_initialized():
-        return flag
-    value = torch.tensor(int(flag))
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value)
-
-
 def part() -> None:
     """Collective: every rank. Meet once more and dissolve the group.
 
@@ -229,16 +164,3 @@ def leave(code: int, *, together: bool | None = None) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _portable(error: BaseException | None) -> BaseException | None:
-    """An error that survives pickling; others travel as text."""
-    import pickle
-
-    if error is None:
-        return None
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

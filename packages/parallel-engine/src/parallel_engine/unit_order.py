@@ -26,10 +26,6 @@ from parallel_config import clean_fqn
 _HASH_BITS = 20
 
 
-class UnitOrderError(RuntimeError):
-    """Ranks ran their wrap units in a different order; raised on every rank before the update."""
-
-
 class UnitOrder:
     """The order in which this rank's units ran since it was compared."""
 

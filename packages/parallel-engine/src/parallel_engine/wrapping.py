@@ -223,43 +223,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-@contextlib.contextmanager
-def without_sync(model: nn.Module) -> Iterator[None]:
-    """Gradients of backward passes in here stay this rank's own; the next one outside sends all.
-
-    Not accelerate's: its state forgets on CPU that the model is sharded, see cpu_fsdp.py.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-    elif isinstance(model, DistributedDataParallel):
-        with model.no_sync():
-            yield
-    else:
-        yield
-
-
 def reshard(model: nn.Module) -> None:
     """Free what is gathered of a sharded model, so that the shards are its parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def drop_gradients(model: nn.Module) -> None:
-    """Gradients to None, also the whole ones that a sharded model keeps between micro-batches."""
-    for module in model.modules():
-        for group in param_groups(module) if isinstance(module, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.11
-                    parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-    reshard(model)
-    model.zero_grad(set_to_none=True)
 
 
 def param_groups(module: FSDPModule) -> list[Any]:
