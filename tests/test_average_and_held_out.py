@@ -56,7 +56,7 @@ def test_the_average_is_what_is_kept_and_the_weights_are_what_goes_on(ptrain, sm
     same_numbers(ptrain.rows("averaged"), ptrain.rows("plain"))
     assert weights(ptrain, "averaged").read_bytes() == weights(ptrain, "plain").read_bytes()
     text = ptrain("resume", "averaged", "--steps", 10, "--ema.decay", "0.5")
-    assert "no averages, they start with the next update" in text
+    assert "does not hold averages; they start with the next update" in text
 
 
 @pytest.mark.parametrize(

@@ -413,7 +413,7 @@ def test_what_cannot_be_built_in_time_is_refused():
         "scheduler is a LambdaLR of another optimizer than the one that is built later. Give a "
         "function that builds it: lambda optimizer: LambdaLR(optimizer, ...)."
     )
-    assert "optimizer is a Model; one Optimizer is needed." in refused(Model(), lambda m: m)
+    assert "optimizer is a Model, but Optimizer is needed." in refused(Model(), lambda m: m)
     other = make_optimizer(Model())
     assert "optimizer.param_groups[0] holds a parameter" in refused(Model(), lambda m: other)
     with torch.device("meta"):

@@ -72,7 +72,7 @@ def test_a_parameter_that_is_not_the_models():
 def test_a_trainable_parameter_that_nobody_optimizes():
     model = Net()
     text = refusal(model, torch.optim.AdamW(model.blocks.parameters()))
-    assert "lacks 2 trainable parameters: head.weight, head.bias." in text
+    assert "does not hold 2 trainable parameters: head.weight, head.bias." in text
 
 
 def test_state_from_the_constructor_would_stay_with_the_whole_parameters():
@@ -132,7 +132,7 @@ def test_parameters_that_share_memory():
 def test_a_misspelt_module_to_ignore():
     text = refusal(Net(), fsdp=FSDPConfig(ignored_modules=("hed",)))
     assert text == (
-        "accelerator.fsdp.ignored_modules = ['hed'], but the model has no module 'hed'. "
+        "accelerator.fsdp.ignored_modules = ['hed'], but 'hed' is not a module of the model. "
         "Did you mean 'head'?"
     )
 
@@ -144,7 +144,7 @@ def test_every_problem_is_told_at_once():
     )
     for field in (
         "optimizer.param_groups[0]",
-        "optimizer lacks",
+        "optimizer does not hold",
         "accelerator.mixed_precision",
         "accelerator.fsdp.ignored_modules",
         "accelerator.fsdp.wrap_modules",

@@ -67,7 +67,7 @@ def test_a_unit_by_size_has_at_least_that_many_parameters_of_its_own():
 
 
 def test_classes_without_parameters_are_no_units():
-    with pytest.raises(ConfigError, match="modules of these classes have no parameters"):
+    with pytest.raises(ConfigError, match="modules of these classes do not hold parameters"):
         units(nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), wrap_modules=("ReLU",))
 
 

@@ -63,7 +63,7 @@ def build_accelerator(
 
     `facts` are those of the environment by default.
     """
-    # Whatever an earlier Accelerator of this process left behind says nothing about this run.
+    # accelerate keeps the state of an earlier Accelerator of this process, and would use it here.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     facts = LaunchFacts.read() if facts is None else facts
@@ -251,7 +251,7 @@ def _differences(
 
 
 def _difference(
-    field: str, found: Any, wanted: Any, variables: Sequence[str], *, may_win: bool
+    field: str, found: object, wanted: object, variables: Sequence[str], *, may_win: bool
 ) -> Problem:
     given = [name for name in variables if name in os.environ]
     message = f"= {wanted}, but accelerate ended up with {found}"
@@ -294,7 +294,7 @@ def _degrees(parallelism: AccelerateParallelism | None) -> dict[str, int]:
 
 def _effective(
     accelerator: Accelerator, config: AcceleratorConfig, topology: Topology
-) -> Iterator[tuple[str, Any, Any, str]]:
+) -> Iterator[tuple[str, object, object, str]]:
     """(field, what accelerate has, what the config says, the variable that would explain it)."""
     state = accelerator.state
     yield (
@@ -328,7 +328,9 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
 
 
-def _effective_fsdp(plugin: Any, config: AcceleratorConfig) -> Iterator[tuple[str, Any, Any, str]]:
+def _effective_fsdp(
+    plugin: FullyShardedDataParallelPlugin, config: AcceleratorConfig
+) -> Iterator[tuple[str, object, object, str]]:
     section = "accelerator.fsdp"
     yield f"{section}.version", plugin.fsdp_version, 2, "FSDP_VERSION"
     yield (

@@ -8,13 +8,13 @@ release of accelerate changes what this leans on.
 
 from __future__ import annotations
 
-from typing import Any
-
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
-def shard_on_cpu(accelerator: Accelerator, plugin: Any, parallelism: Any) -> None:
+def shard_on_cpu(
+    accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin, parallelism: ParallelismConfig
+) -> None:
     """Make a CPU accelerator's `prepare` shard: `plugin` and `parallelism` are accelerate's own."""
     state = accelerator.state
     state.distributed_type = DistributedType.FSDP

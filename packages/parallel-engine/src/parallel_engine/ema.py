@@ -65,7 +65,7 @@ class Ema:
             _exchange(self._model, self._optimizer, TRAINED, AVERAGE)
 
     def close(self) -> None:
-        """Average no more."""
+        """Stop averaging."""
         self._handle.remove()
 
     @torch.no_grad()
@@ -105,9 +105,9 @@ def resume_average(model: nn.Module, optimizer: Optimizer, ema: Ema | None) -> s
             state.pop(AVERAGE, None)
         for group in inner.param_groups:
             group.pop(UPDATES, None)
-        return "ema: the checkpoint's averages are dropped, training goes on from its weights"
+        return "ema: the checkpoint's averages are dropped; training goes on from its weights"
     if ema is not None and not saved:
-        return "ema: the checkpoint has no averages, they start with the next update"
+        return "ema: the checkpoint does not hold averages; they start with the next update"
     return None
 
 

@@ -259,7 +259,7 @@ class Engine:
         `parallel_engine.plan`, which needs no engine and so no degrees that fit this launch.
 
         Raises:
-            ConfigError: the degrees do not fit, or nobody names wrap units.
+            ConfigError: the degrees do not fit, or no wrap units are named.
             RuntimeError: this process is one of several ranks.
         """
         ranks = self.topology.world_size if world_size is None else world_size

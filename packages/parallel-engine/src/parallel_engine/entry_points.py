@@ -62,7 +62,7 @@ def undeclared_calls_explained(model: nn.Module) -> Iterator[None]:
 
     Raises:
         RuntimeError: a method that was not declared met shards; says how to declare it.
-        AttributeError: DDP's wrapper has no such method; says the same.
+        AttributeError: the method is missing in DDP's wrapper; says the same.
     """
     try:
         yield

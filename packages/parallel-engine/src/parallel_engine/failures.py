@@ -1,4 +1,4 @@
-"""A rank that raises between agreements tells its peers why, and nobody waits for it for ever.
+"""A rank that raises between agreements tells its peers why, so that no rank waits forever.
 
 Inside forward and backward no rank can ask the others whether all is well. A failing rank writes
 its error into the launch's store and raises. Its peers find their collective broken, or, where the
@@ -18,9 +18,9 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from parallel_config import is_agreed
 from parallel_engine.errors import PeerError
@@ -28,8 +28,8 @@ from parallel_engine.unit_order import UnitOrder, certain_difference
 
 POLL_S = 0.5
 HEARD_S = 5.0
-"""How long a failing rank stays for its peers to read the store, which it may be hosting; one that
-has not answered by then is taken for gone."""
+"""How long a failing rank stays, so that its peers can read the store, which it may be hosting. A
+peer that has not answered by then counts as gone."""
 STALL_S = 60.0
 """How long no wrap unit runs before ranks look whether they ran the same ones."""
 GRACE_S = 20.0
@@ -37,10 +37,10 @@ GRACE_S = 20.0
 
 
 class Failures:
-    """An eye on the errors of the other ranks.
+    """Watches for errors of the other ranks, and tells them this rank's.
 
-    What is written for one error is never read for another: each engine has a part of the store of
-    its own, and in it each error that a caller has handled is followed by a new one.
+    What is written for one error is never read for another one: each engine has its own part of the
+    store, and begins a new part in it after each error that the caller has handled.
 
     Args:
         name: the same on every rank, and of this engine alone.
@@ -52,7 +52,7 @@ class Failures:
     def __init__(self, rank: int, world_size: int, name: str) -> None:
         self._rank, self._world_size = rank, world_size
         self._name, self._num_handled = name, 0
-        self._store: Any = None
+        self._store: Store | None = None
         self._left = threading.Event()
         self._heard: list[str] = []
         """The peers' error, once the watching thread has read it."""
@@ -62,7 +62,7 @@ class Failures:
     def _begin(self) -> None:
         base = dist.distributed_c10d._get_default_store()
         prefix = f"parallel_engine/failures/{self._name}/{self._num_handled}"
-        self._store = dist.distributed_c10d.PrefixStore(prefix, base)
+        self._store = PrefixStore(prefix, base)
         self._left = threading.Event()
         self._heard = []
         watch = (self._store, self._rank, self._world_size, self._left, self._heard)
@@ -77,8 +77,9 @@ class Failures:
     def told(self) -> Iterator[None]:
         """Around code without agreements: its error reaches the peers.
 
-        One that ranks have agreed on is everybody's already and passes. Who enters again has
-        handled the last error; every rank must have, or is ended.
+        An error that ranks have agreed on is known to all of them already, so it passes. A rank
+        that enters again has handled its last error. All ranks must do so: one that does not is
+        ended by its watching thread.
 
         Raises:
             PeerError: a collective broke because another rank had failed, or is gone.
@@ -93,27 +94,27 @@ class Failures:
         except Exception as error:
             if self._store is None or self._left.is_set() or is_agreed(error):
                 raise
-            cause = self._tell(error)
+            cause = self._tell(self._store, error)
             self._left.set()
             if cause is not None and _is_of_a_collective(error):
                 raise PeerError(cause) from error
             raise
 
-    def _tell(self, error: Exception) -> str | None:
-        """Publish the error unless a peer was first; what the peer's failing is known by.
+    def _tell(self, store: Store, error: Exception) -> str | None:
+        """Publish the error, unless a peer was first; returns the text of the peer's failure.
 
-        Stays until every peer has heard of it. One that does not answer is gone, and what this
-        rank saw is only the collective that broke.
+        Waits until every peer has read it. A peer that does not answer is gone; then this rank's
+        own error is only the collective that broke because of it.
         """
         mine = f"rank {self._rank} failed: {type(error).__name__}: {error}"
         first = None
         try:
-            first = self._store.compare_set("error", "", mine).decode()
+            first = store.compare_set("error", "", mine).decode()
             if first == mine:
                 print(f"parallel_engine: {mine}", file=sys.stderr, flush=True)
-            self._store.set(f"heard/{self._rank}", "")
+            store.set(f"heard/{self._rank}", "")
             deadline = time.monotonic() + HEARD_S
-            while (silent := self._silent()) and time.monotonic() < deadline:
+            while (silent := self._silent(store)) and time.monotonic() < deadline:
                 time.sleep(0.05)
         except RuntimeError:  # the store went with the rank that hosted it
             if first == mine:
@@ -125,16 +126,16 @@ class Failures:
             return f"{who} no answer: killed, or cut off. First seen: {first}"
         return None if first == mine else str(first)
 
-    def _silent(self) -> list[int]:
-        """Ranks that have not heard of the error."""
+    def _silent(self, store: Store) -> list[int]:
+        """Ranks that have not read the error."""
         ranks = range(self._world_size)
-        return [rank for rank in ranks if not self._store.check([f"heard/{rank}"])]
+        return [rank for rank in ranks if not store.check([f"heard/{rank}"])]
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """Whether a peer that is gone may be the reason; running out of memory is a rank's own.
+    """Whether a peer that is gone may be the reason. Running out of memory has its own class.
 
-    Also of what somebody made of such an error, as a checkpoint's save does.
+    The cause counts too: the save of a checkpoint makes its own error of such a one.
     """
     if error is None:
         return False
@@ -144,13 +145,13 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
 
 def _watch(
     owner: weakref.ref[Failures],
-    store: Any,
+    store: Store,
     rank: int,
     world_size: int,
     left: threading.Event,
     heard: list[str],
 ) -> None:
-    """Until `left` is set. A peer's error ends the process unless that happens soon after."""
+    """Run until `left` is set. A peer's error ends the process unless `left` is set soon after."""
     stall = _Stall(store, rank, world_size)
     while not left.wait(POLL_S):
         try:
@@ -173,9 +174,9 @@ def _watch(
 
 
 class _Stall:
-    """Whether ranks that stand still ran other wrap units; then that is the error of all."""
+    """Finds out whether ranks that stand still ran other wrap units, and makes that the error."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._mine = store, f"progress/{rank}"
         self._ranks = [f"progress/{rank}" for rank in range(world_size)]
         self._seen: tuple[int, list[str]] = (0, [])

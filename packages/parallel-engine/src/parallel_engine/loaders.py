@@ -112,7 +112,7 @@ def windows(
             if len(window) == steps:
                 yield Moved(window, device)
                 window = []
-        if not count:  # or this would start the loader again for ever
+        if not count:  # otherwise this would start the loader again forever
             with told():
                 raise ConfigError(_yields_nothing(is_first=epoch == first_epoch))
 

@@ -1,8 +1,8 @@
 """From the meta device to real memory: a model is sharded first and gets its values afterwards.
 
 No rank ever holds the whole model. Memory is allocated for this rank's shards alone, and every byte
-of it is marked; whoever has values writes them in place (`parallel_ckpt.load_weights` streams them
-from a checkpoint, `initialize` draws them module by module), and what still carries the mark is
+of it is marked. A `fill` then writes values in place: `parallel_ckpt.load_weights` streams them
+from a checkpoint, `initialize` draws them module by module. A tensor that still carries the mark is
 named in an error instead of being trained on.
 """
 
@@ -63,7 +63,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether some parameter or buffer has no memory yet."""
+    """Whether a parameter or buffer is still without memory."""
     return any(tensor.is_meta for _, tensor in _named_tensors(model))
 
 
@@ -150,8 +150,8 @@ def require_filled(model: nn.Module) -> None:
     """Collective: every rank. Check that nothing on any rank carries the mark of `allocate`.
 
     Raises:
-        ConfigError: parameters and buffers that nobody gave values, by name; the same on every
-            rank.
+        ConfigError: parameters and buffers are without values; gives their names, the same on
+            every rank.
     """
     found = _on_any_rank({name for name, t in _named_tensors(model) if _is_marked(t)})
     derived = _non_persistent(model)
@@ -252,7 +252,7 @@ def replicas_alike(model: nn.Module) -> None:
 def _whole_parameters(module: nn.Module, done: set[int]) -> Iterator[None]:
     """Inside, a module's own parameters are whole and on the host; their values are kept.
 
-    A parameter whose values nobody wrote keeps what it held before.
+    A parameter that was not written keeps the values that it had before.
     """
     own = {name: p for name, p in module._parameters.items() if p is not None}
     for name, parameter in own.items():
@@ -283,7 +283,7 @@ def _write(parameter: Tensor, whole: Tensor) -> None:
 
 
 def _replace(tensor: Tensor, new: Tensor) -> None:
-    """Let `tensor` be what `new` is: whoever refers to it, ties among them, sees the new one."""
+    """Let `tensor` become `new`, for every reference to it, those of tied modules too."""
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         for name, value in vars(tensor).items():  # what users hang on their parameters

@@ -17,10 +17,10 @@ from parallel_engine.wrapping import forward_methods
 
 
 def require(name: str, value: object, kind: type[object]) -> None:
-    """Raise a ConfigError when `value` is no `kind`."""
+    """Raise a ConfigError when `value` is not a `kind`."""
     if not isinstance(value, kind):
         raise ConfigError(
-            Problem(name, f"is a {type(value).__name__}; one {kind.__name__} is needed.")
+            Problem(name, f"is a {type(value).__name__}, but {kind.__name__} is needed.")
         )
 
 
@@ -93,8 +93,8 @@ def build(
     """Call what was given as functions.
 
     Raises:
-        ConfigError: what was built is no optimizer, or not of this model's parameters; or the
-            scheduler wants a metric.
+        ConfigError: what was built is not an optimizer of this model's parameters, or the
+            scheduler needs a metric.
     """
     if not isinstance(optimizer, Optimizer):
         optimizer = optimizer(model)

@@ -126,7 +126,7 @@ def plan(
     the optimizer keeps for each trained one: 2 for Adam, and 1 more for an average of the weights.
 
     Raises:
-        ConfigError: the degrees do not fit, or nobody names wrap units.
+        ConfigError: the degrees do not fit, or no wrap units are named.
         RuntimeError: this process belongs to a process group.
     """
     topology = parallelism.resolve(world_size)

@@ -95,8 +95,8 @@ def optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[Probl
             if id(parameter) not in known:
                 yield Problem(
                     f"optimizer.param_groups[{index}]",
-                    f"holds a parameter of shape {list(parameter.shape)} that is none of the "
-                    "model's.",
+                    f"holds a parameter of shape {list(parameter.shape)} that does not belong "
+                    "to the model.",
                     "Build the optimizer from model.parameters(), after the model is final.",
                 )
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -105,13 +105,13 @@ def optimizer_problems(model: nn.Module, optimizer: Optimizer) -> Iterator[Probl
         shown = ", ".join(missing[:10]) + (" ..." if len(missing) > 10 else "")
         yield Problem(
             "optimizer",
-            f"lacks {len(missing)} trainable parameters: {shown}.",
+            f"does not hold {len(missing)} trainable parameters: {shown}.",
             "Give them to the optimizer, or freeze them (requires_grad_(False)).",
         )
 
 
 def _state_problems(optimizer: Optimizer) -> Iterator[Problem]:
-    """State made in the constructor knows nothing of the shards that are made afterwards."""
+    """State that is made in the constructor belongs to whole parameters, not to shards."""
     if optimizer.state:
         yield Problem(
             "optimizer",
@@ -147,7 +147,8 @@ def _ignored_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[P
         if wanted not in names:
             yield Problem(
                 "accelerator.fsdp.ignored_modules",
-                f"= {list(config.fsdp.ignored_modules)}, but the model has no module {wanted!r}.",
+                f"= {list(config.fsdp.ignored_modules)}, but {wanted!r} is not a module of the "
+                "model.",
                 nearest(wanted, names),
             )
 
@@ -214,7 +215,7 @@ def verify_sharded(
     """Prove that sharding happened: at these units, and every parameter but `replicated` is cut.
 
     Raises:
-        RuntimeError: a module is no unit, some parameter is still whole, or the optimizer lost one.
+        RuntimeError: a module is not a unit, a parameter is still whole, or the optimizer lost one.
     """
     sharded = {clean_fqn(name) for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     missing = sorted(set(units) - sharded)

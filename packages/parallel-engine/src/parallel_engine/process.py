@@ -27,7 +27,8 @@ def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torc
     A CUDA device has its index: that asked for, else the local rank.
 
     Raises:
-        ConfigError: this host has no such device, or more ranks than CUDA devices.
+        ConfigError: the device does not exist on this host, or there are more ranks than CUDA
+            devices.
     """
     best = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device or requested_device() or best)
@@ -66,14 +67,15 @@ def connect(
 ) -> LaunchFacts:
     """Collective: every rank. Start the process group of the launch unless there is one.
 
-    `Engine` does it by itself; call it before when ranks must agree on the config first. On CUDA
-    the group has gloo beside nccl: agreements and offloaded state need a CPU backend. A group that
-    is there already says itself which rank this is, and of how many, and keeps its timeout. A CUDA
-    device becomes the current one, also of a single process: accelerate takes no other.
+    `Engine` calls it by itself. Call it earlier where ranks must agree on the config first, and
+    give the engine what it returns. On CUDA the group has gloo beside nccl: agreements and
+    offloaded state need a CPU backend. A group that is running already decides the rank and the
+    world size, and keeps its timeout. A CUDA device becomes the current one, also in a single
+    process: accelerate uses no other.
 
     Raises:
         ConfigError: the ranks cannot meet; says which variable is wrong or which ranks are missing.
-            Or the group that is there contradicts the launch, or lacks a backend.
+            Or the running group contradicts the launch, or a backend is missing in it.
     """
     running = dist.is_initialized()
     facts = _facts_of_group() if running else LaunchFacts.read()
@@ -135,8 +137,8 @@ def _require_backends(*device_types: str) -> None:
         raise ConfigError(
             Problem(
                 "process group",
-                f"has the backends {found}, none for {' and '.join(sorted(missing))}; the ranks "
-                "agree with one another on the CPU.",
+                f"has the backends {found}, but a backend for {' and '.join(sorted(missing))} is "
+                "missing; the ranks agree with one another on the CPU.",
                 "Start it with init_process_group('cpu:gloo,cuda:nccl'), or leave it to Engine.",
             )
         )
@@ -145,7 +147,7 @@ def _require_backends(*device_types: str) -> None:
 def part() -> None:
     """Collective: every rank. Meet once more and dissolve the group.
 
-    What a rank does afterwards is its own, however long it takes: nobody waits for it.
+    Afterwards no rank waits for another one, however long its work takes.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -157,7 +159,7 @@ def leave(code: int, *, together: bool | None = None) -> NoReturn:
 
     A plain exit may abort while a gloo thread still owns a tensor, and a peer that leaves early
     breaks the others' last collective. So ranks that end well (`together`, by default with code 0)
-    meet once more and destroy the group; one that failed waits for nobody.
+    meet once more and destroy the group. A rank that failed leaves at once.
     """
     if code == 0 if together is None else together:
         part()

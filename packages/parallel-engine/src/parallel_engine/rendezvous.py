@@ -25,7 +25,7 @@ _SEE_WHAT_IT_PRINTED = (
 
 
 def meet(facts: LaunchFacts, timeout: datetime.timedelta) -> Store:
-    """Collective: every rank. A store that all ranks of this launch share and nobody used before.
+    """Collective: every rank. A store that all ranks of this launch share and that is new.
 
     Raises:
         ConfigError: the address is incomplete, taken or out of reach, or ranks did not arrive in
@@ -38,8 +38,8 @@ def meet(facts: LaunchFacts, timeout: datetime.timedelta) -> Store:
 def fresh(store: Store, rank: int, world_size: int, timeout: datetime.timedelta) -> Store:
     """Collective: every rank. A part of `store` that is empty, whatever earlier ranks wrote.
 
-    Each rank calls out a name of its own; rank 0 answers to every name with the one to use. The
-    answer to a name that was made up just now cannot be an old one.
+    Each rank writes a name that it has just made up. Rank 0 answers each name with the one to use:
+    an answer to a new name cannot be left over from an earlier launch.
 
     Raises:
         ConfigError: ranks did not arrive in time; names them.

@@ -1,8 +1,8 @@
 """Every rank begins with the same config and model: the same tensors, with the main rank's values.
 
-FSDP2 cuts what each rank built by itself. Ranks that drew other numbers would begin with a model
-that nobody made, and under HSDP with replicas that never become equal. DDP sends parameters, but
-buffers only when it keeps sending them.
+FSDP2 cuts the model that each rank has built. If ranks drew different random numbers, the shards
+would be parts of different models, and under HSDP the replicas would never become equal. DDP sends
+rank 0's parameters, but buffers only when it keeps sending them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -26,7 +25,7 @@ log = logging.getLogger("parallel_engine")
 def require_same_config(
     config: AcceleratorConfig, topology: Topology, device: torch.device
 ) -> None:
-    """Collective: every rank. Ranks of other settings would wait for one another for ever.
+    """Collective: every rank. Ranks with different settings would wait for one another forever.
 
     Raises:
         ConfigError: on every rank, with the first field that differs.
@@ -42,7 +41,7 @@ def require_same_config(
 def begin_alike(model: nn.Module, device: torch.device) -> None:
     """Collective: every rank. Give parameters and buffers the values of rank 0, in place.
 
-    Sent one by one through `device`. Tensors on meta have no values to send.
+    Tensors are sent one by one through `device`. Those on meta do not have values and are left out.
 
     Raises:
         ConfigError: on every rank, when ranks built models with other tensors.
@@ -68,7 +67,7 @@ def _described(model: nn.Module) -> Iterator[str]:
         yield f"{clean_fqn(name)} {list(tensor.shape)} {dtype}{trains}{on_meta}"
 
 
-def _fields(path: str, value: Any) -> Iterator[str]:
+def _fields(path: str, value: object) -> Iterator[str]:
     """A line for each field of nested dataclasses."""
     if not dataclasses.is_dataclass(value):
         yield f"{path} = {value!r}"
@@ -78,7 +77,7 @@ def _fields(path: str, value: Any) -> Iterator[str]:
 
 
 def _require_same(mine: list[str], what: str, remedy: str) -> None:
-    """A short hash first: the list of a large model on many ranks is long."""
+    """Compare a short hash first: the list of a large model, from many ranks, is long."""
     value = crc32("\n".join(mine).encode())
     hashes: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(hashes, value)
@@ -118,6 +117,6 @@ def _tell(changed: list[str], count: int) -> None:
     if names and dist.get_rank() == 0:
         shown = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
         log.info(
-            "ranks began with other values in %d of %d tensors (%s); rank 0's hold",
+            "ranks began with different values in %d of %d tensors (%s); rank 0's are used",
             len(names), count, shown,
         )  # fmt: skip

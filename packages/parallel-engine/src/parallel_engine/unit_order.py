@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from itertools import zip_longest
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from parallel_config import clean_fqn
+from parallel_engine.types import Hook
 
 # Sum of squares of 20-bit numbers is exact in float64 for 8192 ranks.
 _HASH_BITS = 20
@@ -36,14 +36,16 @@ class UnitOrder:
         for name, module in model.named_modules():
             if _is_unit(module):
                 module.register_forward_pre_hook(self._note(clean_fqn(name) or "(root)"))
-        # So that who left its last units out differs from who has not come to them yet.
+        # With it a rank that left its last units out differs from one that is still before them.
         model.register_forward_hook(self._note("(end)"))
 
-    def _note(self, name: str) -> Any:
-        def hook(module: nn.Module, *args: Any) -> None:
+    def _note(self, name: str) -> Hook:
+        def hook(module: nn.Module, *args: object) -> None:
             self._ran.append(name)
 
-        return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        # Traced, it would write the list while compiling and not afterwards.
+        found: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+        return found
 
     def forget(self) -> None:
         """Begin anew."""
@@ -61,7 +63,8 @@ class UnitOrder:
         """
         ran = self._ran[:]
         value = float(zlib.crc32("\n".join(ran).encode()) % (1 << _HASH_BITS))
-        # The sum and the sum of squares over ranks have no spread when all agree.
+        # All values are equal exactly when n * (sum of squares) == (sum) ** 2. So one all-reduce of
+        # two numbers is enough for any number of ranks.
         sums = torch.tensor([value, value * value], dtype=torch.float64)
         dist.all_reduce(sums)
         self.forget()
@@ -75,9 +78,9 @@ class UnitOrder:
 
 
 def certain_difference(progress: list[tuple[int, list[str]]]) -> str | None:
-    """What no rank can make up for any more, of the `progress` of each: another unit ran.
+    """The first place where the `progress` of two ranks shows different units, or None.
 
-    A rank that ran fewer units may only be slow.
+    A rank that ran fewer units may only be slow, so missing places do not count.
     """
     count, first = progress[0]
     ran = [order if compared == count else [] for compared, order in progress]

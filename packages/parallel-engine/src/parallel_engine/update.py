@@ -13,7 +13,7 @@ zero        gradients to None
 The gradient is that of the sum of all losses over the sum of all weights, over the window and all
 data-parallel ranks, so that an update does not depend on how its global batch is split.
 
-A loop of one's own calls the parts instead of `run`: `micro_batch`, `backward`, `clip`, `apply`.
+Your own loop calls the parts instead of `run`: `micro_batch`, `backward`, `clip`, `apply`.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Update:
         """Collective: every rank. Scale and clip the gradients; as `Engine.clip`."""
         try:
             self._accelerator.unscale_gradients()  # fp16's scale must not count in the norm
-        except RuntimeError as error:  # a loop of one's own may have clipped by accelerate before
+        except RuntimeError as error:  # the caller's loop may have clipped through accelerate
             if "already been called" not in str(error):
                 raise
         self._is_clipped = True

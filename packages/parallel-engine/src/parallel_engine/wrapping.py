@@ -30,14 +30,15 @@ class WrapPolicy:
     class_names: tuple[str, ...] = ()
     min_num_params: int | None = None
     source: str = ""
-    """Who decided: a field path, or the model's class."""
+    """Where the decision comes from: a field path, or the model's class."""
 
 
 def resolve_wrap_policy(model: nn.Module, config: FSDPConfig) -> WrapPolicy:
     """Decide the wrap units of `model`; works on a meta model and without ranks.
 
     Raises:
-        ConfigError: nobody names units, a class does not exist in the model, or nothing matches.
+        ConfigError: no wrap units are named, a class does not exist in the model, or nothing
+            matches.
     """
     if config.wrap_modules is not None:
         policy = WrapPolicy(config.wrap_modules, source="accelerator.fsdp.wrap_modules")
@@ -54,15 +55,17 @@ def resolve_wrap_policy(model: nn.Module, config: FSDPConfig) -> WrapPolicy:
 def wrap_units(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     """The modules below the root that become units, by FQN.
 
-    By size a module is one when what is left of it, units within taken out, is large enough. One
-    without parameters has nothing to be gathered.
+    By size a module becomes a unit when its parameters, those of units inside it left out, are
+    enough. A module without parameters has nothing to gather, so it never becomes one.
     """
     below = {name: m for name, m in model.named_modules() if name and _num_params(m) > 1}
     if policy.min_num_params is None:
         return {name: m for name, m in below.items() if type(m).__name__ in policy.class_names}
     units: dict[str, nn.Module] = {}
     taken: set[int] = set()
-    for name, module in reversed(below.items()):  # what is within comes first
+    for name, module in reversed(
+        below.items()
+    ):  # inner modules first: they take their parameters out
         left = [p for p in module.parameters() if id(p) not in taken]
         if runs(module) and sum(p.numel() for p in left) >= policy.min_num_params:
             units[name] = module
@@ -81,7 +84,7 @@ def unit_sizes(model: nn.Module) -> dict[str, int]:
 
 
 def log_units(model: nn.Module, source: str) -> None:
-    """Names and sizes of the units of a sharded model, and who decided on them."""
+    """Log names and sizes of the units of a sharded model, and where the choice comes from."""
     sizes = unit_sizes(model)
     shown = [f"{name or '(root)'} {size:,}" for name, size in sizes.items()]
     more = " ..." if len(shown) > 20 else ""
@@ -93,7 +96,7 @@ def units_without_shards(model: nn.Module, config: AcceleratorConfig) -> dict[st
     """Units for checkpointing and compiling where nothing is sharded.
 
     Raises:
-        ConfigError: checkpointing or compiling is asked for, and nobody names units.
+        ConfigError: checkpointing or compiling is asked for, and no wrap units are named.
     """
     if config.activation_checkpointing.mode == "none" and not config.compile.enable:
         return {}
@@ -104,7 +107,7 @@ def forward_methods(model: nn.Module) -> tuple[str, ...]:
     """Entry points beside `forward` that the model declares in `_fsdp_forward_methods`.
 
     Raises:
-        ConfigError: a declared name is no method of the model.
+        ConfigError: a declared name is not a method of the model.
     """
     names = tuple(getattr(model, "_fsdp_forward_methods", ()))
     for name in names:
@@ -113,7 +116,7 @@ def forward_methods(model: nn.Module) -> tuple[str, ...]:
             raise ConfigError(
                 Problem(
                     f"{type(model).__name__}._fsdp_forward_methods",
-                    f"= {list(names)}, but the model has no method {name!r}.",
+                    f"= {list(names)}, but {name!r} is not a method of the model.",
                     nearest(name, methods),
                 )
             )
@@ -155,7 +158,8 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
             raise ConfigError(
                 Problem(
                     policy.source,
-                    f"= {list(policy.class_names)}, but the model has no module of class {name!r}.",
+                    f"= {list(policy.class_names)}, but the model does not contain a module of "
+                    f"class {name!r}.",
                     f"{nearest(name, present)} It has: {_class_list(model)}.".strip(),
                 )
             )
@@ -164,7 +168,8 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
         raise ConfigError(
             Problem(
                 policy.source,
-                f"= {list(policy.class_names)}, but modules of these classes have no parameters.",
+                f"= {list(policy.class_names)}, but modules of these classes do not hold "
+                "parameters.",
                 "Name the classes of the modules that hold most of them.",
             )
         )
