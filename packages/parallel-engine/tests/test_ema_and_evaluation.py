@@ -1,5 +1,7 @@
 """The weight average and the loss on held-out data, on every kind of run."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -83,11 +85,24 @@ def run(degrees, optimizer):
     return trail
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+OPTIMIZERS = (torch.optim.AdamW, torch.optim.SGD)
+
+
+def run_each(degrees):
+    return {optimizer: run(degrees, optimizer) for optimizer in OPTIMIZERS}
+
+
+@functools.cache
+def trails(layout):
+    """Of rank 0, by optimizer, which share a launch."""
+    world, degrees = LAYOUTS[layout]
+    return run_ranks(run_each, world, degrees)[0]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_average_is_that_of_the_whole_weights(layout, optimizer):
-    world, degrees = LAYOUTS[layout]
-    trail = run_ranks(run, world, degrees, optimizer)[0]
+    trail = trails(layout)[optimizer]
     average = None
     for update, (weights, found) in enumerate(trail, 1):
         decay = min(0.6, (1 + update) / (10 + update))

@@ -150,20 +150,37 @@ def trained(degrees, built, fill, config=None):
     return on_meta, cut, tied, values, [(r.loss, r.grad_norm, r.lr) for r in reports]
 
 
+BUILT_AND_FILLED = [("parameters_on_meta", "initialize"), ("meta", "state")]
+
+
+def trained_each_way(degrees, ways):
+    return {way: trained(degrees, *way) for way in ways}
+
+
 @functools.cache
+def references():
+    """Models that had their memory from the beginning, in one process."""
+    return run_ranks(trained_each_way, 1, {}, [("real", fill) for fill in FILLS], init=False)[0]
+
+
 def reference(fill):
-    """The same from a model that had its memory from the beginning, in one process."""
-    return run_ranks(trained, 1, {}, "real", fill, init=False)[0]
+    return references()["real", fill]
+
+
+@functools.cache
+def trained_on(kind):
+    """By rank, then by way; both ways of a kind share a launch."""
+    world_size, degrees = KINDS[kind]
+    return run_ranks(trained_each_way, world_size, degrees, BUILT_AND_FILLED, init=False)
 
 
 @ALL_KINDS
-@pytest.mark.parametrize(
-    ("built", "fill"), [("parameters_on_meta", "initialize"), ("meta", "state")]
-)
+@pytest.mark.parametrize(("built", "fill"), BUILT_AND_FILLED)
 def test_values_and_updates_are_those_of_a_model_with_memory(kind, built, fill):
-    world_size, degrees = KINDS[kind]
+    _, degrees = KINDS[kind]
     _, _, _, wanted, numbers = reference(fill)
-    for on_meta, cut, tied, values, found in run_ranks(trained, world_size, degrees, built, fill):
+    for ways in trained_on(kind):
+        on_meta, cut, tied, values, found = ways[built, fill]
         assert on_meta == len(list(Model().parameters()))
         assert cut == (on_meta - 1 if "dp_shard" in degrees else 0)
         assert tied
@@ -217,12 +234,23 @@ CONFIGS = {
 }
 
 
+def trained_with_each_knob():
+    found = {}
+    for name, config in CONFIGS.items():
+        found[name] = trained({"dp_shard": 2}, "parameters_on_meta", "initialize", config)
+    return found
+
+
+@functools.cache
+def with_each_knob():
+    """What rank 1 found; the knobs share a launch."""
+    return run_ranks(trained_with_each_knob, 2, init=False, timeout_s=200)[1]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_with_every_knob_of_sharding(name):
     _, _, _, wanted, numbers = reference("initialize")
-    result = run_ranks(
-        trained, 2, {"dp_shard": 2}, "parameters_on_meta", "initialize", CONFIGS[name]
-    )[1]
+    result = with_each_knob()[name]
     assert result[1] > 10
     values = {n.replace("_checkpoint_wrapped_module.", ""): v for n, v in result[3].items()}
     assert all(torch.equal(value, wanted[n]) for n, value in values.items())

@@ -66,7 +66,7 @@ def test_a_parameter_that_is_not_the_models():
     model = Net()
     groups = [{"params": model.parameters()}, {"params": [nn.Parameter(torch.ones(3, 7))]}]
     text = refusal(model, torch.optim.AdamW(groups))
-    assert text.startswith("optimizer.param_groups[1] holds a parameter of shape [3, 7] that is")
+    assert text.startswith("optimizer.param_groups[1] holds a parameter of shape [3, 7] that does")
 
 
 def test_a_trainable_parameter_that_nobody_optimizes():

@@ -1,5 +1,8 @@
 """Wrap units are decided without ranks and without memory."""
 
+import logging
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from parallel_config import (
 )
 from parallel_engine import Engine
 from parallel_engine.wrapping import forward_methods, resolve_wrap_policy, wrap_units
+from parallel_testing.models import TinyModel
 from parallel_testing.ranks import run_ranks
 
 
@@ -143,13 +147,15 @@ def test_the_units_of_a_run_are_the_declared_ones_and_no_others(mode, by_size):
         assert found == ["", *wanted]
 
 
-def test_nobody_names_units():
+def test_a_model_without_named_units_is_refused():
     with pytest.raises(ConfigError, match=r"saves no memory(.|\n)*--accelerator.fsdp.wrap_modules"):
         units(Plain())
 
 
 def test_a_misspelt_class_lists_what_exists():
-    with pytest.raises(ConfigError, match=r"no module of class 'Blok'(.|\n)*Block, Linear"):
+    with pytest.raises(
+        ConfigError, match=r"does not contain a module of class 'Blok'(.|\n)*Block, Linear"
+    ):
         units(Plain(), wrap_modules=("Blok",))
 
 
@@ -162,5 +168,30 @@ def test_declared_methods_must_exist():
     assert forward_methods(Declares()) == ("predict",)
     model = Declares()
     model._fsdp_forward_methods = ("predct",)
-    with pytest.raises(ConfigError, match="no method 'predct'"):
+    with pytest.raises(ConfigError, match="'predct' is not a method of the model"):
         forward_methods(model)
+
+
+def logged_units():
+    """What this rank logs about the units of a sharded model. A warning on the way is an error."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("parallel_engine").addHandler(handler)
+    logging.getLogger("parallel_engine").setLevel(logging.INFO)
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = Engine(parallelism=ParallelismConfig(dp_shard=-1), device="cpu")
+        engine.prepare(model, optimizer, None, None)
+    return lines
+
+
+def test_number_and_size_of_units_are_logged_once():
+    main, other = run_ranks(logged_units, 2, init=False)
+    assert main == [
+        "3 wrap units (TinyModel._fsdp_wrap_modules), with their parameters: "
+        "(root) 67; blocks.0 88; blocks.1 88"
+    ]
+    assert other == []

@@ -1,4 +1,4 @@
-"""Models, batches and weights with peculiarities: on every kind the numbers of one process.
+"""Unusual models, batches and weights: every kind of run computes the numbers of one process.
 
 Ranks start with seeds of their own, so every case also shows that rank 0's values are everybody's.
 The cases of one kind share a launch.
