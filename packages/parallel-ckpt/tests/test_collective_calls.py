@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from parallel_ckpt import (
     save_weights,
 )
 from parallel_ckpt import ranks as _ranks
+from parallel_ckpt.formats.box import Box
 from parallel_ckpt.save import rank_files as writing
-from parallel_ckpt.save import safetensors as weights
 from parallel_config import Topology, is_agreed
 from parallel_testing.ranks import rank_outcomes, run_ranks
 
@@ -92,11 +93,15 @@ def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
     """Kinds of plans that this rank was sent, results that it got, and what it was told."""
     heard: list[str] = []
 
-    def hear(self: object, state: dict[str, Any]) -> None:
+    def hear(self: Any, state: Any) -> None:
         heard.append(type(self).__name__)
-        vars(self).update(state)
+        names = [field.name for field in fields(self)]
+        for name, value in (
+            state.items() if isinstance(state, dict) else zip(names, state, strict=True)
+        ):
+            object.__setattr__(self, name, value)
 
-    for kind in (writing.Own, weights.Box, Manifest):
+    for kind in (writing.Own, Box, Manifest):
         kind.__setstate__ = hear
     model, optimizer = build()
     train(model, optimizer, 0)

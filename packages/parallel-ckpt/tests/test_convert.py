@@ -210,9 +210,9 @@ def test_config_and_processors_come_along(fresh: Path, tmp_path: Path) -> None:
 
 REFUSED = {
     "optimizer": ("run/checkpoints/000002/training_state/optimizer", "holds the training state"),
-    "theirs": ("accelerate/optimizer_0", "holds optimizer state, no weights"),
+    "theirs": ("accelerate/optimizer_0", "holds optimizer state, not weights"),
     "nothing": ("nowhere", "does not exist"),
-    "level": ("", r"holds no weights.*Give one of: .*(columns|plain)"),
+    "level": ("", r"does not hold weights.*Give one of: .*(columns|plain)"),
 }
 
 
@@ -273,11 +273,11 @@ def test_what_would_lose_data_is_refused(fresh: Path, tmp_path: Path) -> None:
         ({"output": step / "pretrained_model" / "x"}, "lies in the checkpoint itself"),
         ({"max_shard_size": 100}, "cannot appear beside the shards in one move"),
         ({"max_shard_size": "5 parsecs"}, "is not a size"),
-        ({"dtype": "int4"}, "is none of"),
+        ({"dtype": "int4"}, "is not one of"),
     ):
         with pytest.raises(ConfigError, match=words):
             convert(run, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"would also remove 2 entries that are no weights"):
+    with pytest.raises(ConfigError, match=r"would also remove 2 entries that are not weights"):
         convert(fresh / "plain", tmp_path / "new", delete_dcp=True)
     assert verify(run).ok
     assert not (tmp_path / "new").exists()
@@ -418,4 +418,4 @@ def test_what_people_read(saved: Path, tmp_path: Path) -> None:
     first, second = result.render().splitlines()
     assert first.startswith(f"{tmp_path / 'out'}: 14 tensors (1 x BF16, 1 x BOOL, ")
     assert first.endswith(" in 1 files, read back and compared")
-    assert second == "  no weights, left out: optimizer.m, step"
+    assert second == "  left out, because they are not weights: optimizer.m, step"

@@ -30,11 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from parallel_ckpt import CheckpointError, DamagedCheckpoint, load_weights
 from parallel_ckpt.convert import convert
+from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.dcp import parse_metadata, read_dcp
 from parallel_ckpt.formats.pickles import MalformedPickle, read_pickle
 from parallel_ckpt.formats.safetensors import read_header, read_index
+from parallel_ckpt.formats.stored import Piece
 from parallel_ckpt.inspect import inspect
-from parallel_ckpt.load.sources import DcpSource
+from parallel_ckpt.load.sources import dcp_source
 from parallel_ckpt.store.manifest import parse_manifest
 
 FOLDER = Path("folder")
@@ -85,9 +87,9 @@ def stored(*offsets: tuple[int, ...], **changes: Any) -> dict[MetadataIndex, _St
 def test_a_good_document_reads_as_torch_reads_it() -> None:
     found = parse_metadata(document((4, 3)), FOLDER).tensors["a"]
     assert (found.dtype, found.shape) == ("float32", (4, 3))
-    assert [(c.offsets, c.sizes, c.file, c.length) for c in found.chunks] == [
-        ((0, 0), (4, 3), "__0_0.distcp", 900)
-    ]
+    assert found.pieces == (
+        Piece(Box((0, 0), (4, 3)), FOLDER / "__0_0.distcp", 0, 900, in_archive=True),
+    )
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         assert parse_metadata(pickle.dumps(pickle.loads(document()), protocol), FOLDER).tensors
 
@@ -102,13 +104,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "text of 4 GB": (b"\x80\x04X\xff\xff\xff\xff.", "breaks off"),
     "long integer": (b"\x80\x04\x8a\xff" + b"\xff" * 255 + b".", "integer of 255 bytes"),
     "no metadata": (pickle.dumps({"a": 1}), "something else where a Metadata belongs"),
-    "absolute path": (document(file="/etc/passwd"), "no file of the folder"),
-    "way out": (document(file="../x.distcp"), "no file of the folder"),
-    "way out of Windows": (document(file="..\\x.distcp"), "no file of the folder"),
+    "absolute path": (document(file="/etc/passwd"), "which is not in the folder"),
+    "way out": (document(file="../x.distcp"), "which is not in the folder"),
+    "way out of Windows": (document(file="..\\x.distcp"), "which is not in the folder"),
     "negative size": (document(state_dict_metadata={"a": entry((-4,), ((0,), (-4,)))}), "shape"),
     "huge size": (document((2**62, 2**62)), "impossible shape"),
-    "no storage": (document(storage_data=None), "no storage_data"),
-    "foreign bytes": (document(storage_data=stored((1,))), "has no bytes for 'a'"),
+    "no storage": (document(storage_data=None), "does not have storage_data"),
+    "foreign bytes": (document(storage_data=stored((1,))), "does not name the bytes of 'a'"),
     "gap": (
         document(state_dict_metadata={"a": entry((4,), ((0,), (2,)))}),
         "has 2 of 4 elements of 'a'",
@@ -164,7 +166,7 @@ def test_torch_runs_the_command_and_we_do_not(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     readers: list[Callable[[], object]] = [
         lambda: read_dcp(folder),
-        lambda: DcpSource(folder),
+        lambda: dcp_source(folder),
         lambda: convert(folder, tmp_path / "out"),
         lambda: load_weights(torch.nn.Linear(2, 2), folder),
     ]
@@ -184,7 +186,7 @@ def test_pickled_objects_are_never_read(tmp_path: Path) -> None:
     mark.unlink(missing_ok=True)
     assert convert(folder, tmp_path / "out").left_out == ("object",)
     with pytest.raises(DamagedCheckpoint, match=r"holds pickled objects.*object"):
-        DcpSource(folder)
+        dcp_source(folder)
     assert not mark.exists()
 
 
@@ -216,9 +218,37 @@ def test_a_stored_tensor_that_is_something_else(tmp_path: Path) -> None:
 
 
 class _One(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.a = torch.nn.Parameter(torch.zeros(4))
+        self.a = torch.nn.Parameter(torch.zeros(shape or (4,)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(8.0)[:1],
+        torch.arange(8.0)[5:6],
+        torch.arange(8.0)[2:6],
+        torch.arange(8.0)[::2],
+        torch.arange(12.0).reshape(3, 4).T,
+        torch.arange(12.0).reshape(3, 4)[1:, 2:],
+    ],
+    ids=["first", "one", "middle", "every other", "transposed", "corner"],
+)
+def test_a_view_of_a_larger_storage_is_read_as_it_was(tmp_path: Path, value: torch.Tensor) -> None:
+    folder, shape = tmp_path / "dcp", tuple(value.shape)
+    folder.mkdir()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    (folder / "f.distcp").write_bytes(buffer.getvalue())
+    zeros = torch.Size((0,) * value.ndim)
+    info = {MetadataIndex("a", zeros): _StorageInfo("f.distcp", 0, len(buffer.getvalue()))}
+    (folder / ".metadata").write_bytes(document(shape, storage_data=info))
+    load_weights(model := _One(*shape), folder)
+    assert torch.equal(model.a, value)
+    convert(folder, tmp_path / "out")
+    load_weights(again := _One(*shape), tmp_path / "out")
+    assert torch.equal(again.a, value)
 
 
 def test_links_and_pipes_are_no_files(tmp_path: Path) -> None:
@@ -231,7 +261,7 @@ def test_links_and_pipes_are_no_files(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out")
     shard.unlink()
     os.mkfifo(shard)
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         convert(folder, tmp_path / "out")
 
 
@@ -246,13 +276,13 @@ def tensor(begin: int, end: int, shape: object = None, dtype: object = "F32") ->
 
 
 HEADERS: dict[str, tuple[bytes, str]] = {
-    "short": (b"\x01", "no whole safetensors file"),
-    "huge length": (header({}, length=2**63), "no whole safetensors file"),
-    "length beyond": (header({}, length=100), "no whole safetensors file"),
-    "no JSON": (header(b"{]"), "no JSON document"),
-    "no object": (header([1]), "no object"),
-    "deep": (header(b"[" * 200_000), "no JSON document"),
-    "long number": (header(b'{"a":' + b"9" * 100_000 + b"}"), "no JSON document"),
+    "short": (b"\x01", "not a whole safetensors file"),
+    "huge length": (header({}, length=2**63), "not a whole safetensors file"),
+    "length beyond": (header({}, length=100), "not a whole safetensors file"),
+    "no JSON": (header(b"{]"), "not a JSON document"),
+    "not an object": (header([1]), "not an object"),
+    "deep": (header(b"[" * 200_000), "not a JSON document"),
+    "long number": (header(b'{"a":' + b"9" * 100_000 + b"}"), "not a JSON document"),
     "twice": (header(b'{"a":{"dtype":"F32","dtype":"F32"}}'), "the same key twice"),
     "overlap": (header({"a": tensor(0, 8), "b": tensor(4, 12)}, b"0" * 12), "must begin at 8"),
     "hole": (header({"a": tensor(0, 4), "b": tensor(8, 12)}, b"0" * 12), "must begin at 4"),
@@ -268,7 +298,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "dtype": (header({"a": tensor(0, 4, [1], "F33")}, b"0" * 4), "unknown dtype 'F33'"),
     "list of dtypes": (header({"a": tensor(0, 4, [1], ["F32"])}, b"0" * 4), "unknown dtype"),
     "more fields": (header({"a": tensor(0, 4) | {"x": 1}}, b"0" * 4), "without just dtype"),
-    "metadata": (header({"__metadata__": {"a": 1}}), "no map of texts"),
+    "metadata": (header({"__metadata__": {"a": 1}}), "not a map of texts"),
 }
 
 
@@ -287,15 +317,15 @@ def test_hostile_safetensors_headers_are_refused(tmp_path: Path, case: str) -> N
 @pytest.mark.parametrize(
     ("index", "words"),
     [
-        (b"[]", "no object"),
-        (b"{}", "no weight_map"),
-        (b'{"weight_map": {"a": 1}}', "no weight_map of texts"),
-        (b'{"weight_map": {"a": "../x"}}', "which is no file beside it"),
-        (b'{"weight_map": {"a": "/etc/passwd"}}', "which is no file beside it"),
+        (b"[]", "not an object"),
+        (b"{}", "does not have a weight_map"),
+        (b'{"weight_map": {"a": 1}}', "does not have a weight_map of texts"),
+        (b'{"weight_map": {"a": "../x"}}', "which is not a file beside it"),
+        (b'{"weight_map": {"a": "/etc/passwd"}}', "which is not a file beside it"),
         (b'{"weight_map": {"a": "x"}, "weight_map": {}}', "the same key twice"),
         (b'{"weight_map": {"a": "model-1.safetensors"}}', "differ in tensors: \\['a', 'b'\\]"),
         (b'{"weight_map": {"b": "model-2.safetensors"}}', "model-2.safetensors cannot be read"),
-        (b"[" * 100_000, "no JSON document"),
+        (b"[" * 100_000, "not a JSON document"),
     ],
 )
 def test_hostile_indexes_are_refused(tmp_path: Path, index: bytes, words: str) -> None:
@@ -310,10 +340,10 @@ def test_hostile_indexes_are_refused(tmp_path: Path, index: bytes, words: str) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"[" * 100_000, "no JSON document"),
-        (b'{"a": 1' + b"0" * 10_000 + b"}", "no JSON document"),
+        (b"[" * 100_000, "not a JSON document"),
+        (b'{"a": 1' + b"0" * 10_000 + b"}", "not a JSON document"),
         (b'{"step": 1, "step": 2}', "the same key twice"),
-        (b"\xff\xfe", "no JSON document"),
+        (b"\xff\xfe", "not a JSON document"),
     ],
 )
 def test_hostile_manifests_are_refused(text: bytes, words: str) -> None:
@@ -334,6 +364,7 @@ BOUNDED = """
 import sys
 from pathlib import Path
 from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.dcp import parse_metadata
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from parallel_ckpt import (
     CheckpointSaver,
     StateMismatch,
     load_weights,
+    newest_intact,
     read_manifest,
     read_start,
     resolve_checkpoint,
     restore,
 )
 from parallel_ckpt.convert import convert
+from parallel_ckpt.formats.checked_json import parse_json
 from parallel_config import CheckpointConfig, CheckpointFormat, Topology
 from parallel_testing.ranks import run_ranks
 
@@ -194,3 +197,29 @@ def save_while_gathered(folder: Path) -> bool:
 
 def test_a_model_that_is_gathered_at_the_moment_is_saved_and_restored(tmp_path: Path) -> None:
     assert run_ranks(save_while_gathered, 2, tmp_path) == [True, True]
+
+
+def test_a_resume_parses_its_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = build()
+    with CheckpointSaver(tmp_path / "saved", topology=ONE, on_note=quiet) as saver:
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    # Elsewhere, so that what the saver has read itself is not counted as read.
+    run = shutil.copytree(tmp_path / "saved", tmp_path / "run", symlinks=True)
+    parsed: list[Path] = []
+
+    def counted(text: bytes, source: Path) -> dict[str, Any]:
+        parsed.append(source)
+        return parse_json(text, source)
+
+    monkeypatch.setattr("parallel_ckpt.store.manifest.parse_json", counted)
+    path, _ = newest_intact(run)
+    assert path is not None
+    start = read_start(path, topology=ONE)
+    restore(start.path, model, optimizer)
+    load_weights(model, start.path, verify="full")
+    assert parsed == [path / "manifest.json"]
+
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"samples_seen": 0', '"samples_seen": 7'))
+    assert read_start(path, topology=ONE).samples_seen == 7
+    assert len(parsed) == 2

@@ -587,8 +587,12 @@ def schedules(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     ("saved", "given", "words"),
     [
         ("none", "cosine", "scheduler was not saved in this checkpoint."),
-        ("cosine", "lambda", "scheduler of another kind was saved: it has no lr_lambdas."),
-        ("lambda", "sequence", "scheduler of another kind was saved: it has no _schedulers."),
+        ("cosine", "lambda", "scheduler of another kind was saved: lr_lambdas is missing in it."),
+        (
+            "lambda",
+            "sequence",
+            "scheduler of another kind was saved: _schedulers is missing in it.",
+        ),
         ("sequence", "longer", "scheduler has 3 parts, but 2 were saved."),
     ],
 )

@@ -26,9 +26,9 @@ from parallel_ckpt.store.mend import mend_run as mend_run
 if TYPE_CHECKING:
     from parallel_ckpt.load.resume import Restored as Restored
     from parallel_ckpt.load.resume import Start as Start
-    from parallel_ckpt.load.resume import load_weights as load_weights
     from parallel_ckpt.load.resume import read_start as read_start
     from parallel_ckpt.load.resume import restore as restore
+    from parallel_ckpt.load.weights import load_weights as load_weights
     from parallel_ckpt.save.safetensors import save_weights as save_weights
     from parallel_ckpt.save.saver import CheckpointSaver as CheckpointSaver
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _WITH_TORCH = {
     "Restored": "load.resume",
     "Start": "load.resume",
-    "load_weights": "load.resume",
+    "load_weights": "load.weights",
     "read_start": "load.resume",
     "restore": "load.resume",
     "CheckpointSaver": "save.saver",

@@ -135,7 +135,7 @@ def inspect(path: str | Path) -> CheckpointInfo | RunInfo:
     """Look at a checkpoint, or at a run folder with all its checkpoints. No collective.
 
     Raises:
-        CheckpointNotFound: there is none.
+        CheckpointNotFound: there is not any.
         DamagedCheckpoint: the manifest of the named checkpoint cannot be read.
     """
     run = RunFolder(Path(path).expanduser().absolute())
@@ -207,7 +207,7 @@ def _plain(by_dtype: ByDtype) -> dict[str, dict[str, int]]:
 
 def _dtypes(by_dtype: ByDtype) -> str:
     parts = [f"{count} x {dtype} ({_size(n)})" for dtype, (count, n) in sorted(by_dtype.items())]
-    return ", ".join(parts) or "no tensors"
+    return ", ".join(parts) or "none"
 
 
 def _size(num_bytes: int) -> str:

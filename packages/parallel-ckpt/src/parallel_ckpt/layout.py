@@ -33,6 +33,7 @@ RUN_LOCK = "run.lock"
 PROBE = ".shared-"
 
 TEMPORARY, REPLACED, DELETED = "tmp", "old", "del"
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _STEP = re.compile(r"\d{6,}")
 _HIDDEN = re.compile(r"\.(\d{6,})\.(tmp|old|del)-[0-9a-z]+")
 
@@ -189,8 +190,16 @@ def parse_step(name: str) -> int | None:
 
 
 def is_weight_file(name: str) -> bool:
-    """Whether a file of `pretrained_model` holds weights; processors keep tensors of their own."""
-    return name.startswith("model") and name.endswith(".safetensors")
+    """Whether a file of `pretrained_model` holds the model's tensors.
+
+    Any other safetensors file beside them is not the model's: a processor's, or an average's.
+    """
+    return _WEIGHT_FILE.fullmatch(name) is not None
+
+
+def belongs_to_weights(name: str) -> bool:
+    """Whether a file's name is reserved for the weights: a weight file, or their index."""
+    return is_weight_file(name) or name == SAFETENSORS_INDEX
 
 
 def rank_files(prefix: str, count: int) -> list[str]:

@@ -14,7 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from parallel_ckpt import DamagedCheckpoint, read_manifest, resolve_checkpoint
-from parallel_ckpt.layout import DCP, SAFETENSORS, SAFETENSORS_INDEX, TRAINING_STATE, StepFolder
+from parallel_ckpt.layout import (
+    DCP,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    TRAINING_STATE,
+    StepFolder,
+    belongs_to_weights,
+)
 from parallel_ckpt.store.integrity import Verify, file_problems
 from parallel_ckpt.store.manifest import FileRecord
 from parallel_config import ConfigError, Problem
@@ -24,7 +31,6 @@ from parallel_publish.processors import Processor
 from parallel_publish.retry import Stop, Stopped, never
 from parallel_publish.sharing import DOCUMENTS
 
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 Dtype = Literal["keep", "fp32", "bf16", "fp16"]
 _BUILT = ".built.json"
 """In a bundle of ours: the names of what was put into it, whatever a person adds later."""
@@ -38,11 +44,6 @@ NEVER = (DCP, TRAINING_STATE)
 """Folders of a checkpoint that no published model holds."""
 
 
-def is_weight_file(path: str) -> bool:
-    """Whether a file at the top of a repository is one of ours that holds weights."""
-    return _WEIGHTS.fullmatch(path) is not None
-
-
 def write_files(
     folder: Path,
     files: Mapping[str, str | bytes],
@@ -54,7 +55,7 @@ def write_files(
         ConfigError: a name leads out of the folder or takes the place of the weights.
     """
     for name, content in files.items():
-        if Path(name).name != name or name in (".", "..") or is_weight_file(name):
+        if Path(name).name != name or name in (".", "..") or belongs_to_weights(name):
             raise ConfigError.of(name, "is no name for a file beside the weights.")
         data = content.encode() if isinstance(content, str) else content
         (folder / name).write_bytes(data)
@@ -132,7 +133,7 @@ def bundle_checkpoint(
         entry.replace(folder / entry.name)
     fresh.rmdir()
     for name in names:
-        if not is_weight_file(name) and not (folder / name).exists():
+        if not belongs_to_weights(name) and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)
     return step
 
@@ -203,7 +204,7 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
             yield Problem(str(folder / name), "belongs to a checkpoint, not to a published model.")
     stored: set[str] = set()
     files = [path for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"]
-    weights = [path for path in files if is_weight_file(path.name)]
+    weights = [path for path in files if belongs_to_weights(path.name)]
     if not weights:
         yield Problem(str(folder), f"holds no {SAFETENSORS}.")
     for path in files:
@@ -245,7 +246,7 @@ def num_bytes(model: torch.nn.Module) -> int:
 def remove_stale_weights(folder: Path, written: set[str]) -> None:
     """Drop weight files that an earlier save left in a folder."""
     for entry in folder.iterdir():
-        if is_weight_file(entry.name) and entry.name not in written:
+        if belongs_to_weights(entry.name) and entry.name not in written:
             entry.unlink()
 
 
@@ -265,7 +266,7 @@ def _model_records(step: StepFolder) -> list[FileRecord]:
     prefix = step.pretrained_model.name + "/"
     records = [record for record in read_manifest(step).files if record.path.startswith(prefix)]
     plain = [record for record in records if f"/{DCP}/" not in record.path]
-    has_weights = any(is_weight_file(record.path.removeprefix(prefix)) for record in plain)
+    has_weights = any(belongs_to_weights(record.path.removeprefix(prefix)) for record in plain)
     return plain if has_weights else records
 
 
@@ -280,7 +281,7 @@ def _is_linked(step: StepFolder, dtype: Dtype, max_bytes: int) -> bool:
 
     A file above the limit is, if one tensor fills it: it cannot be split.
     """
-    files = [step.pretrained_model / name for name in _names(step) if is_weight_file(name)]
+    files = [step.pretrained_model / name for name in _names(step) if belongs_to_weights(name)]
     return dtype == "keep" and bool(files) and not any(_can_be_split(p, max_bytes) for p in files)
 
 
@@ -303,7 +304,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     """A second name where the file system lets us: a model is not copied to be read once."""
     target.unlink(missing_ok=True)
     try:
-        if not is_weight_file(source.name):
+        if not belongs_to_weights(source.name):
             raise OSError("small files are copied, so that they can be edited")
         os.link(source, target)
     except OSError:
@@ -314,5 +315,5 @@ def _weight_stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return {
         entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns)
         for entry in folder.iterdir()
-        if is_weight_file(entry.name)
+        if belongs_to_weights(entry.name)
     }

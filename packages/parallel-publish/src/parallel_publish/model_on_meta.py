@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from parallel_ckpt.errors import StateMismatch
-from parallel_ckpt.load.fill import Stored, fill_all, match
-from parallel_ckpt.load.sources import SafetensorsSource
+from parallel_ckpt.formats.stored import StoredTensor
+from parallel_ckpt.load.fill import fill_all, match
+from parallel_ckpt.load.sources import safetensors_source
 from parallel_ckpt.state.model import aliases, model_shards
 from parallel_ckpt.state.shards import Shard
 
@@ -71,7 +72,7 @@ def fill(
     Raises:
         StateMismatch: lists what does not fit; nothing has been changed then.
     """
-    source = SafetensorsSource(path)
+    source = safetensors_source(path)
     targets, tied = model_shards(model), aliases(model)
     if strict:
         keys = match(source.tensors, targets, tied, where=str(path), allow_cast=allow_cast)
@@ -92,8 +93,8 @@ def fill(
 
 
 def _common(
-    stored: Mapping[str, Stored], targets: Mapping[str, Shard], tied: Mapping[str, str]
-) -> tuple[dict[str, Stored], dict[str, Shard]]:
+    stored: Mapping[str, StoredTensor], targets: Mapping[str, Shard], tied: Mapping[str, str]
+) -> tuple[dict[str, StoredTensor], dict[str, Shard]]:
     """Stored tensors and targets that belong together, under any name of a tied tensor."""
     home = {name: tied.get(name, name) for name in stored}
     fitting = {name: target for name, target in home.items() if target in targets}

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from parallel_ckpt import resolve_checkpoint, save_weights
-from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.layout import StepFolder, belongs_to_weights
 from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.model import bare_module
 from parallel_config import ConfigError
 from parallel_config.checkpoint import parse_size
-from parallel_publish.bundle import is_weight_file, remove_stale_weights, write_files
+from parallel_publish.bundle import remove_stale_weights, write_files
 from parallel_publish.config import is_repo_id
 from parallel_publish.model_on_meta import (
     cast,
@@ -189,7 +189,7 @@ def find_pretrained(
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        if (path / CONFIG).is_file() or any(is_weight_file(p.name) for p in path.iterdir()):
+        if (path / CONFIG).is_file() or any(belongs_to_weights(p.name) for p in path.iterdir()):
             return path
         return StepFolder(resolve_checkpoint(path)).pretrained_model
     if not is_repo_id(str(source), namespace=True):

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
-from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
+from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder, belongs_to_weights
 from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.model import bare_module
 from parallel_config import ConfigError, ReportedError
@@ -26,7 +26,6 @@ from parallel_publish.bundle import (
     bundle_checkpoint,
     bundle_files,
     checked_card,
-    is_weight_file,
     left_out,
     num_bytes,
     refuse_damage,
@@ -359,7 +358,7 @@ def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: St
             target,
             {name: shareable_bytes(path) or path for name, path in files.items()},
             message="Publish the trained model",
-            replaces=lambda path: is_weight_file(path) or path == CURVE,
+            replaces=lambda path: belongs_to_weights(path) or path == CURVE,
             on_note=on_note,
             stop=stop,
         )
@@ -404,7 +403,7 @@ def _checkpoint(path: Path) -> StepFolder | None:
     try:
         return StepFolder(resolve_checkpoint(path))
     except CheckpointNotFound:
-        if path.is_dir() and any(is_weight_file(entry.name) for entry in path.iterdir()):
+        if path.is_dir() and any(belongs_to_weights(entry.name) for entry in path.iterdir()):
             return None
         raise
 

@@ -1,8 +1,8 @@
 """`ptrain convert`: weights to safetensors files, offline, in one process, in a few megabytes.
 
-No torch, no process group, no launcher variable is looked at. Everything is written under a hidden
-name, re-opened and compared, and only then renamed; the source is whole at every moment and is
-removed only after that, when asked.
+It does not use torch or a process group, and it does not read a launcher's variables. Everything is
+written under a hidden name, re-opened and compared, and only then renamed. The source is whole at
+every moment; its shards are removed after that, if the caller asks for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from parallel_ckpt.convert.stream import Tick, read_back, write_files
 from parallel_ckpt.convert.workspace import clear, temporary_folder
 from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
 from parallel_ckpt.formats.dcp import read_dcp
-from parallel_ckpt.formats.hashing import hash_file, hashed_file
+from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
+from parallel_ckpt.formats.hashing import FileRecord, hash_file, hashed_file
 from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
 from parallel_ckpt.store.commit import flush_folder
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.integrity import file_problems
-from parallel_ckpt.store.manifest import FileRecord, Manifest, read_manifest
+from parallel_ckpt.store.manifest import Manifest, read_manifest
 from parallel_config import CheckpointFormat, ConfigError, Problem
 from parallel_config.checkpoint import parse_size
 
 Progress = Callable[[int, int], None]
-"""Hears of the bytes done and of all there are to do."""
+"""Is called with the bytes done and the bytes in all."""
 _CONFIG = "config.json"
 _CONVERTING = ".converting-"
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -52,7 +53,7 @@ class ConvertResult:
     dtypes: Mapping[str, int]
     """Number of tensors by dtype."""
     left_out: tuple[str, ...]
-    """Keys of the source that are no weights."""
+    """Keys of the source that are not weights."""
     deleted: tuple[Path, ...]
     """Files of the source that were removed, as asked."""
 
@@ -73,7 +74,7 @@ class ConvertResult:
             more = f" and {len(self.left_out) - MAX_LISTED} more" * (
                 len(self.left_out) > MAX_LISTED
             )
-            lines.append(f"  no weights, left out: {shown}{more}")
+            lines.append(f"  left out, because they are not weights: {shown}{more}")
         if self.deleted:
             lines.append(f"  removed {len(self.deleted)} files of {self.deleted[0].parent}")
         return "\n".join(lines)
@@ -101,7 +102,7 @@ def convert(
             is left under the final name.
     """
     if dtype not in get_args(Dtype):
-        raise ConfigError(Problem("dtype", f"= {dtype!r} is none of {get_args(Dtype)}."))
+        raise ConfigError(Problem("dtype", f"= {dtype!r} is not one of {get_args(Dtype)}."))
     try:
         limit = parse_size(max_shard_size)
     except ValueError as error:
@@ -148,7 +149,7 @@ def _refuse_loss(
     delete_dcp: bool,
 ) -> None:
     problems: list[Problem] = []
-    changes = any(t.dtype != t.source.dtype for file in files for t in file.tensors)
+    changes = any(t.dtype != t.stored_dtype for file in files for t in file.tensors)
     if delete_dcp and changes:
         problems.append(
             Problem("dtype", f"= {dtype} with --delete_dcp would lose the original values.")
@@ -156,7 +157,7 @@ def _refuse_loss(
     if delete_dcp and not source.is_dcp:
         problems.append(Problem("delete_dcp", f"has nothing to remove in {source.folder}."))
     if delete_dcp and source.left_out:
-        lost = f"{len(source.left_out)} entries that are no weights ({source.left_out[0][:80]})"
+        lost = f"{len(source.left_out)} entries that are not weights ({source.left_out[0][:80]})"
         problems.append(Problem("delete_dcp", f"would also remove {lost}.", "Leave it out."))
     if target is not None:
         problems += _target_problems(source, target, delete_dcp)
@@ -235,15 +236,11 @@ def _convert_in_place(
     knows. Nothing reads those, and a further conversion replaces or removes them.
     """
     with temporary_folder(step.pretrained_model, _CONVERTING) as temporary:
-        checksums = _write_checked(source, temporary, files, progress)
+        (record,) = _write_checked(source, temporary, files, progress)
         os.replace(temporary / SAFETENSORS, step.safetensors)
         flush_folder(step.pretrained_model)
-        record = FileRecord(
-            path=step.safetensors.relative_to(step.path).as_posix(),
-            size_bytes=files[0].size_bytes,
-            checksum=checksums[SAFETENSORS],
-        )
-        manifest = _with_weights(source, step, record, delete_dcp)
+        path = step.safetensors.relative_to(step.path).as_posix()
+        manifest = _with_weights(source, step, replace(record, path=path), delete_dcp)
         with hashed_file(temporary / MANIFEST) as file:
             file.write(manifest.to_json().encode())
         os.replace(temporary / MANIFEST, step.manifest)
@@ -270,12 +267,12 @@ def _with_weights(
 
 def _write_checked(
     source: ConversionSource, folder: Path, files: Sequence[OutputFile], progress: Progress | None
-) -> dict[str, str]:
-    """Write, flush, re-open and compare; checksum of each file by name."""
+) -> list[FileRecord]:
+    """Write, flush, re-open and compare; a record of each file."""
     pieces = [piece for tensor in source.tensors.values() for piece in tensor.pieces]
     read = sum(piece.num_bytes for piece in pieces)
     tick = _ticker(read + sum(t.num_bytes for file in files for t in file.tensors), progress)
-    written = write_files(folder, files, source.checksums, tick)
+    written = write_files(folder, files, source.records, tick)
     return read_back(folder, files, written, tick)
 
 
@@ -311,7 +308,7 @@ def _copy(path: Path, target: Path, source: ConversionSource, dtype: Dtype) -> N
 
 
 def _with_dtype(path: Path, dtype: Dtype) -> bytes | None:
-    """A model's config that names the new dtype; None when it names none."""
+    """A model's config that names the new dtype; None when it does not name a dtype."""
     try:
         config = json.loads(path.read_bytes())
     except ValueError:
@@ -325,10 +322,10 @@ def _with_dtype(path: Path, dtype: Dtype) -> bytes | None:
 
 def _shard_files(source: ConversionSource) -> list[Path]:
     """Files of the DCP folder, the one that makes it readable last."""
-    names = [*read_dcp(source.folder).files, DCP_METADATA]
-    known = sorted(path.name for path in source.folder.glob("*.distcp"))
-    ours = known if source.step is not None else []
-    return [source.folder / name for name in dict.fromkeys([*ours, *names])]
+    named = [*read_dcp(source.folder).files, source.folder / DCP_METADATA]
+    # In a checkpoint of ours all shards go, in another writer's folder those that were converted.
+    ours = sorted(source.folder.glob("*.distcp")) if source.step is not None else []
+    return list(dict.fromkeys([*ours, *named]))
 
 
 def _left_shards(source: ConversionSource) -> list[Path]:
@@ -343,16 +340,15 @@ def _left_shards(source: ConversionSource) -> list[Path]:
 def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertResult:
     assert source.step is not None
     step, contents = source.step, Contents.read(source.step)
-    files = {p.relative_to(step.path).as_posix(): p for p in contents.safetensors}
-    records = [record for record in contents.manifest.files if record.path in files]
+    records = [contents.records[path] for path in contents.safetensors]
     if problems := list(file_problems(step, records, "full")):
         raise DamagedCheckpoint(problems[:10], source=str(step.path))
     clear(step.pretrained_model, _CONVERTING)
     return ConvertResult(
         step.pretrained_model,
-        {files[record.path].name: record.size_bytes for record in records},
+        {path.name: contents.records[path].size_bytes for path in contents.safetensors},
         len(source.tensors),
-        Counter(tensor.dtype for tensor in source.tensors.values()),
+        Counter(SAFETENSORS_BY_TORCH[tensor.dtype] for tensor in source.tensors.values()),
         (),
         _delete(step.dcp, shards),
     )

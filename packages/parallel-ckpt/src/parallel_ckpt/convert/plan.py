@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel_ckpt.convert.cast import Dtype, target_dtype
-from parallel_ckpt.convert.source import SourceTensor
-from parallel_ckpt.formats.packing import Form, header_bytes, index_bytes, pack
+from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
+from parallel_ckpt.formats.safetensors import Form, header_bytes, index_bytes, pack
+from parallel_ckpt.formats.stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class OutputTensor:
     """A tensor in a file that will be written."""
 
     name: str
-    source: SourceTensor
+    source: StoredTensor
     form: Form
     file: str
     begin: int
@@ -25,6 +26,11 @@ class OutputTensor:
     def dtype(self) -> str:
         """Named as in safetensors files."""
         return self.form.dtype
+
+    @property
+    def stored_dtype(self) -> str:
+        """Of the source, named as in safetensors files."""
+        return SAFETENSORS_BY_TORCH[self.source.dtype]
 
     @property
     def num_bytes(self) -> int:
@@ -48,10 +54,13 @@ class OutputFile:
 
 
 def plan_files(
-    tensors: Mapping[str, SourceTensor], dtype: Dtype, max_shard_bytes: int
+    tensors: Mapping[str, StoredTensor], dtype: Dtype, max_shard_bytes: int
 ) -> list[OutputFile]:
     """Distribute the tensors over files of at most `max_shard_bytes`; a larger tensor is alone."""
-    forms = {n: Form(target_dtype(t.dtype, dtype), t.shape) for n, t in tensors.items()}
+    forms = {
+        name: Form(target_dtype(SAFETENSORS_BY_TORCH[tensor.dtype], dtype), tensor.shape)
+        for name, tensor in tensors.items()
+    }
     packed = pack(forms, max_shard_bytes)
     return [_file(file, names, tensors, forms) for file, names in packed.items()]
 
@@ -63,7 +72,7 @@ def index_of(files: Sequence[OutputFile]) -> bytes:
 
 
 def _file(
-    file: str, names: list[str], tensors: Mapping[str, SourceTensor], forms: Mapping[str, Form]
+    file: str, names: list[str], tensors: Mapping[str, StoredTensor], forms: Mapping[str, Form]
 ) -> OutputFile:
     header = header_bytes(names, forms)
     placed: list[OutputTensor] = []

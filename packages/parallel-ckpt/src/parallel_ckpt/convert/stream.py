@@ -19,11 +19,12 @@ from pathlib import Path
 
 from parallel_ckpt.convert.cast import cast
 from parallel_ckpt.convert.plan import OutputFile, OutputTensor
-from parallel_ckpt.convert.source import Piece
 from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
+from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.dtypes import ITEM_BYTES, num_bytes
-from parallel_ckpt.formats.hashing import new_hasher
+from parallel_ckpt.formats.hashing import FileRecord, new_hasher
 from parallel_ckpt.formats.safetensors import read_header
+from parallel_ckpt.formats.stored import Piece
 
 BLOCK_BYTES = 1 << 20
 """Read at a time; a multiple of every item size, and small enough to stay in a core's cache."""
@@ -32,7 +33,7 @@ FLUSH_S = 0.1
 """Seconds between two flushes while files pass: the disk works meanwhile, not only at the end."""
 
 Tick = Callable[[int], None]
-"""Hears of bytes that are done."""
+"""Is called with the number of bytes that were just done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Written:
 
 
 def write_files(
-    folder: Path, files: Sequence[OutputFile], checksums: Mapping[Path, str], tick: Tick
+    folder: Path, files: Sequence[OutputFile], records: Mapping[Path, FileRecord], tick: Tick
 ) -> list[Written]:
     """Write all files into `folder` and flush them to disk.
 
-    `checksums` of whole source files are compared as the files pass; a source file without one is
+    The checksums in `records` are compared as the source files pass; a file without one is
     checked by the CRC of each of its tensors, where it has those.
 
     Raises:
@@ -62,7 +63,7 @@ def write_files(
         raw: dict[Piece, str] = {}
         passing = stack.enter_context(ThreadPoolExecutor(THREADS))
         passes = [
-            passing.submit(_pass_file, path, jobs, checksums.get(path), targets, raw, tick)
+            passing.submit(_pass_file, path, jobs, records.get(path), targets, raw, tick)
             for path, jobs in _by_source(files).items()
         ]
         _flush_meanwhile(passes, targets.values())
@@ -77,13 +78,13 @@ def write_files(
 
 def read_back(
     folder: Path, files: Sequence[OutputFile], written: Sequence[Written], tick: Tick
-) -> dict[str, str]:
-    """Re-open every file, compare names, shapes, dtypes and bytes; its checksum by name.
+) -> list[FileRecord]:
+    """Re-open every file, compare names, shapes, dtypes and bytes; their records, in order.
 
     Raises:
         CheckpointError: the disk returns something else than was written.
     """
-    return {file.name: _read_back(folder / file.name, file, written, tick) for file in files}
+    return [_read_back(folder / file.name, file, written, tick) for file in files]
 
 
 def _flush_meanwhile(passes: Sequence[Future[list[Written]]], targets: Iterable[int]) -> None:
@@ -120,13 +121,14 @@ def _by_source(files: Sequence[OutputFile]) -> dict[Path, list[Job]]:
 def _pass_file(
     path: Path,
     jobs: Sequence[Job],
-    checksum: str | None,
+    record: FileRecord | None,
     targets: Mapping[str, int],
     raw: dict[Piece, str],
     tick: Tick,
 ) -> list[Written]:
     """Read a source file front to back; without a checksum, only the tensors in it."""
     written: list[Written] = []
+    checksum = record.checksum if record is not None else None
     whole = new_hasher()
     hear = whole.update if checksum is not None else _ignore
     with _reading(path) as source:
@@ -165,7 +167,7 @@ def _pass_piece(
         hear(block)
         if checksum is None and piece.crc32 is not None:
             crc = zlib.crc32(block, crc)
-        result = cast(block, tensor.source.dtype, tensor.dtype)
+        result = cast(block, tensor.stored_dtype, tensor.dtype)
         digest.update(result)
         _write(target, result, at)
         at += len(result)
@@ -209,22 +211,21 @@ def _write_whole(tensor: OutputTensor, target: int, raw: Mapping[Piece, str]) ->
     """Put a tensor together from boxes of any form, cast it, and write it."""
     import numpy as np
 
-    item = ITEM_BYTES[tensor.source.dtype]
+    item = ITEM_BYTES[tensor.stored_dtype]
     whole = np.empty(tensor.source.shape, f"<u{item}")
     for piece in tensor.source.pieces:
         flat = np.frombuffer(_read_piece(piece, raw[piece]), f"<u{item}")[piece.first :]
         if piece.strides is None:
-            part = flat.reshape(piece.sizes)
+            part = flat.reshape(piece.box.sizes)
         else:
             strides = tuple(stride * item for stride in piece.strides)
-            part = np.lib.stride_tricks.as_strided(flat, piece.sizes, strides, writeable=False)
-        spans = zip(piece.offsets, piece.sizes, strict=True)
-        whole[tuple(slice(first, first + size) for first, size in spans)] = part
+            part = np.lib.stride_tricks.as_strided(flat, piece.box.sizes, strides, writeable=False)
+        whole[piece.box.within(Box.whole(tensor.source.shape))] = part
     data = whole.reshape(-1).view(np.uint8).data.cast("B")
     digest = new_hasher()
     at = tensor.begin
     for start in range(0, len(data), BLOCK_BYTES):
-        result = cast(data[start : start + BLOCK_BYTES], tensor.source.dtype, tensor.dtype)
+        result = cast(data[start : start + BLOCK_BYTES], tensor.stored_dtype, tensor.dtype)
         digest.update(result)
         _write(target, result, at)
         at += len(result)
@@ -249,10 +250,10 @@ def _first_byte(piece: Piece, tensor: OutputTensor) -> int:
     """Where the rows of a piece begin in the tensor's bytes."""
     if not tensor.source.shape:
         return 0
-    return piece.offsets[0] * num_bytes(tensor.dtype, tensor.source.shape[1:])
+    return piece.box.offsets[0] * num_bytes(tensor.dtype, tensor.source.shape[1:])
 
 
-def _read_back(path: Path, file: OutputFile, written: Sequence[Written], tick: Tick) -> str:
+def _read_back(path: Path, file: OutputFile, written: Sequence[Written], tick: Tick) -> FileRecord:
     planned = {t.name: (t.dtype, t.source.shape, t.begin, t.num_bytes) for t in file.tensors}
     found = {
         name: (entry.dtype, entry.shape, entry.begin, entry.num_bytes)
@@ -277,7 +278,7 @@ def _read_back(path: Path, file: OutputFile, written: Sequence[Written], tick: T
         raise CheckpointError.of(
             path, "reads back differently from what was written: the disk cannot be trusted."
         )
-    return whole.hexdigest()
+    return FileRecord(path=file.name, size_bytes=at, checksum=whole.hexdigest())
 
 
 @contextmanager
@@ -312,7 +313,7 @@ def _reserve(descriptor: int, file: OutputFile, folder: Path) -> None:
         if error.errno == errno.ENOSPC:
             raise CheckpointError.of(
                 folder,
-                f"has no room for the {file.size_bytes:,} bytes of {file.name}.",
+                f"does not have room for the {file.size_bytes:,} bytes of {file.name}.",
                 "Give an --output on a larger disk.",
             ) from error
         os.ftruncate(descriptor, file.size_bytes)

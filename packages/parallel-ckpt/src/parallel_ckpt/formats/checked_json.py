@@ -9,11 +9,11 @@ from typing import Any
 from parallel_ckpt.errors import DamagedCheckpoint
 
 MAX_COUNT = 2**62
-"""More bytes, and more of anything, than there is; larger numbers are damaged or crafted."""
+"""More bytes, and more of anything, than there can be: a larger number is damaged or crafted."""
 
 
 def is_count(value: object) -> bool:
-    """Whether it is an integer from 0 up to what there may be of anything; True is none."""
+    """Whether it is an integer from 0 up to what there may be of anything; True is not one."""
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
@@ -21,15 +21,15 @@ def parse_json(text: bytes | str, source: Path) -> dict[str, Any]:
     """A JSON object without a key twice.
 
     Raises:
-        DamagedCheckpoint: it is none; `source` is what the message calls the document.
+        DamagedCheckpoint: it is something else; the message calls the document `source`.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         document = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise DamagedCheckpoint.of(source, f"holds no JSON document: {error}.") from error
+        raise DamagedCheckpoint.of(source, f"is not a JSON document: {error}.") from error
     if not isinstance(document, dict):
-        raise DamagedCheckpoint.of(source, "holds JSON, but no object.")
+        raise DamagedCheckpoint.of(source, "holds JSON, but not an object.")
     return document
 
 

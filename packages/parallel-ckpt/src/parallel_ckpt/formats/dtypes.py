@@ -47,6 +47,9 @@ SAFETENSORS_BY_TORCH: Mapping[str, str] = {
 }
 """Names in safetensors files by names in torch."""
 
+TORCH_BY_SAFETENSORS: Mapping[str, str] = {s: t for t, s in SAFETENSORS_BY_TORCH.items()}
+"""Names in torch by names in safetensors files."""
+
 TORCH_ITEM_BYTES: Mapping[str, int] = {
     **{name: ITEM_BYTES[stored] for name, stored in SAFETENSORS_BY_TORCH.items()},
     "float8_e4m3fnuz": 1,
@@ -65,7 +68,7 @@ def num_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def is_shape(value: object) -> bool:
-    """Whether a list or tuple is a sane shape: few dims, no negative one, a product that fits."""
+    """Whether a list or tuple is a sane shape: few dims, none negative, a product that fits."""
     if not isinstance(value, list | tuple) or len(value) > MAX_DIMS:
         return False
     if not all(map(is_count, value)):

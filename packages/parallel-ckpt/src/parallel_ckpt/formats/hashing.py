@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
 
 HASH_NAME = "xxh3_128"
-"""Recorded by name in each manifest. It finds damage; it is no defence against tampering."""
+"""Recorded by name in each manifest. It finds damage. It does not protect against tampering."""
 FLUSHING_THREADS = 4
 READ_BYTES = 4 << 20
 """Bytes read at a time when a file is hashed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What is known of a file that was written: enough to find out whether it is still the same."""
+
+    path: str
+    """Relative to the folder that it belongs to, with forward slashes."""
+    size_bytes: int
+    checksum: str
+    """Hex digest of the hash named `HASH_NAME`."""
 
 
 def new_hasher() -> xxhash.xxh3_128:
@@ -29,15 +41,13 @@ def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def hash_file(path: str | os.PathLike[str], on_bytes: Callable[[int], None] | None = None) -> str:
-    """Hex checksum of a file, read once in pieces; `on_bytes` hears of each piece's length."""
+def hash_file(path: str | os.PathLike[str]) -> str:
+    """Hex checksum of a file, which is read once in pieces."""
     hasher = new_hasher()
     buffer = memoryview(bytearray(READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):
             hasher.update(buffer[:num_bytes])
-            if on_bytes is not None:
-                on_bytes(num_bytes)
     return hasher.hexdigest()
 
 
@@ -57,6 +67,10 @@ class HashingWriter(io.RawIOBase):
     def checksum(self) -> str:
         """Hex checksum of everything written so far."""
         return self._hasher.hexdigest()
+
+    def record(self, path: str) -> FileRecord:
+        """Of what was written so far, as the file `path` of a folder."""
+        return FileRecord(path=path, size_bytes=self.size_bytes, checksum=self.checksum)
 
     def write(self, data: Any) -> int:
         """Write all of `data` (any contiguous buffer) and return its length in bytes."""

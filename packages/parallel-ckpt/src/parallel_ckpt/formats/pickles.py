@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_OPCODES = 60_000_000
-"""About a million shards; more is no checkpoint of ours or anyone's."""
+"""About a million shards. Real checkpoints have fewer."""
 MAX_STACK = 1_000_000
 
 
@@ -142,7 +142,9 @@ class _Machine:
 
     def _push_global(self, module: Any, name: Any) -> None:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise MalformedPickle(f"names a global by no text at byte {self.at - 1}")
+            raise MalformedPickle(
+                f"names a global by something else than text at byte {self.at - 1}"
+            )
         if not self._is_allowed(module, name):
             raise MalformedPickle(f"names {module[:80]}.{name[:80]}, which no checkpoint needs")
         self._stack.append(Global(module, name))
@@ -254,7 +256,7 @@ class _Machine:
     def make(self) -> None:
         args, kind = self._pop(), self._pop()
         if not (isinstance(kind, Global) and isinstance(args, tuple)):
-            raise MalformedPickle(f"calls what is no class at byte {self.at - 1}")
+            raise MalformedPickle(f"calls something that is not a class at byte {self.at - 1}")
         self._stack.append(Made(kind, args))
 
     def build(self) -> None:
@@ -276,7 +278,9 @@ class _Machine:
             target.items = target.items if target.items is not None else Pairs()
             target = target.items
         if not isinstance(target, Pairs):
-            raise MalformedPickle(f"sets items of no dict at byte {self.at - 1}")
+            raise MalformedPickle(
+                f"sets items of something that is not a dict at byte {self.at - 1}"
+            )
         return target
 
 

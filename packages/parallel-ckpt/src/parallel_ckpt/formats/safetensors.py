@@ -1,17 +1,29 @@
-"""Headers of safetensors files and of their index, checked to the last byte. Needs no torch."""
+"""Safetensors files and their index: read, checked to the last byte, and how new ones look.
+
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.checked_json import is_count, parse_json
-from parallel_ckpt.formats.dtypes import ITEM_BYTES, is_shape, num_bytes
+from parallel_ckpt.formats.dtypes import (
+    ITEM_BYTES,
+    TORCH_BY_SAFETENSORS,
+    is_shape,
+    num_bytes,
+)
+from parallel_ckpt.formats.stored import Piece, StoredTensor
+from parallel_ckpt.layout import SAFETENSORS, rank_files
 
 MAX_HEADER_BYTES = 32_000_000
 """Room for about 300,000 tensors; parsing a header takes at most some twenty times its length."""
@@ -41,6 +53,27 @@ class Header:
     """Of the whole file."""
 
 
+def read_tensors(files: Iterable[Path], index: Path | None = None) -> dict[str, StoredTensor]:
+    """The tensors of all files by name; `index` is compared with them where there is one.
+
+    Raises:
+        DamagedCheckpoint: a file or the index is damaged, or two of them contradict each other.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, entry in read_header(file).tensors.items():
+            if name in tensors:
+                raise DamagedCheckpoint.of(
+                    file, f"holds {name[:200]!r}, which another file holds too."
+                )
+            piece = Piece(Box.whole(entry.shape), file, entry.begin, entry.num_bytes)
+            dtype = TORCH_BY_SAFETENSORS[entry.dtype]
+            tensors[name] = StoredTensor(dtype, entry.shape, (piece,) if entry.num_bytes else ())
+    if index is not None and (odd := read_index(index).keys() ^ tensors.keys()):
+        raise DamagedCheckpoint.of(index, f"and its files differ in tensors: {sorted(odd)[:3]}.")
+    return tensors
+
+
 def read_header(path: Path) -> Header:
     """Read and check the header of one file; the tensors fill the rest of it without a gap.
 
@@ -55,7 +88,7 @@ def read_header(path: Path) -> Header:
             if not 2 <= length <= min(MAX_HEADER_BYTES, size_bytes - 8):
                 raise DamagedCheckpoint.of(
                     path,
-                    f"is no whole safetensors file: header of {length} bytes in a file of "
+                    f"is not a whole safetensors file: header of {length} bytes in a file of "
                     f"{size_bytes}, at most {MAX_HEADER_BYTES} are read.",
                 )
             text = file.read(length)
@@ -74,7 +107,7 @@ def parse_header(text: bytes, size_bytes: int, source: Path) -> Header:
     data_begin = 8 + len(text)
     metadata = document.pop(METADATA, {})
     if not _is_text_map(metadata):
-        raise DamagedCheckpoint.of(source, f"has {METADATA} that is no map of texts.")
+        raise DamagedCheckpoint.of(source, f"has {METADATA} that is not a map of texts.")
     entries = {name: _entry(name, value, source) for name, value in document.items()}
     ordered = sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes))
     end = 0
@@ -99,7 +132,7 @@ def read_index(path: Path) -> dict[str, str]:
     """The file name of each tensor, from a `model.safetensors.index.json`.
 
     Raises:
-        DamagedCheckpoint: it is no such document, or a name in it leads out of the folder.
+        DamagedCheckpoint: it is something else, or a name in it leads out of the folder.
     """
     try:
         if path.stat().st_size > MAX_HEADER_BYTES:
@@ -109,10 +142,12 @@ def read_index(path: Path) -> dict[str, str]:
         raise DamagedCheckpoint.of(path, f"cannot be read: {error.strerror}.") from error
     weight_map = document.get("weight_map")
     if not _is_text_map(weight_map) or not weight_map:
-        raise DamagedCheckpoint.of(path, "has no weight_map of texts.")
+        raise DamagedCheckpoint.of(path, "does not have a weight_map of texts.")
     for file in set(weight_map.values()):
         if not is_file_name(file):
-            raise DamagedCheckpoint.of(path, f"names {file[:200]!r}, which is no file beside it.")
+            raise DamagedCheckpoint.of(
+                path, f"names {file[:200]!r}, which is not a file beside it."
+            )
     return dict(weight_map)
 
 
@@ -144,3 +179,57 @@ def _entry(name: str, value: Any, source: Path) -> HeaderEntry:
 
 def _is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a header says of a tensor."""
+
+    dtype: str
+    """Named as in safetensors files."""
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor, stored without gaps."""
+        return num_bytes(self.dtype, self.shape)
+
+
+def pack(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Tensors of each file, in the order of their bytes; a file exceeds the limit only alone.
+
+    Wide dtypes come first, so that each tensor begins at a multiple of its item size.
+    """
+    bins: list[list[str]] = [[]]
+    filled = 0
+    for name in sorted(forms, key=lambda name: -ITEM_BYTES[forms[name].dtype]):
+        if bins[-1] and filled + forms[name].num_bytes > max_shard_bytes:
+            bins.append([])
+            filled = 0
+        bins[-1].append(name)
+        filled += forms[name].num_bytes
+    files = [SAFETENSORS] if len(bins) == 1 else rank_files("model", len(bins))
+    return dict(zip(files, bins, strict=True))
+
+
+def header_bytes(names: Sequence[str], forms: Mapping[str, Form]) -> bytes:
+    """First bytes of a file that holds these tensors one after another."""
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    begin = 0
+    for name in names:
+        form = forms[name]
+        end = begin + form.num_bytes
+        header[name] = {"dtype": form.dtype, "shape": form.shape, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def index_bytes(files: Mapping[str, Sequence[str]], forms: Mapping[str, Form]) -> bytes:
+    """Text of the index of several files."""
+    document = {
+        "metadata": {"total_size": sum(form.num_bytes for form in forms.values())},
+        "weight_map": {name: file for file, names in files.items() for name in names},
+    }
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()

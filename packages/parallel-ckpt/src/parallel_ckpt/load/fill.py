@@ -1,54 +1,26 @@
-"""Tensors as they lie in a checkpoint, and filling shards from them, whatever the format.
+"""Filling shards from stored tensors that have been compared with them, whatever the format.
 
-Each rank reads the bytes of its own boxes and no others, so no rank ever holds the model.
+Each rank reads the bytes of its own boxes and nothing else, so that a rank never holds the model.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
+from parallel_ckpt.formats.stored import StoredTensor
+from parallel_ckpt.load.sources import Source
 from parallel_ckpt.state.shards import Shard
+from parallel_ckpt.state.torch_dtypes import torch_dtype
 from parallel_config import Problem
 
 THREADS = 2
-"""Of reading per rank: one copies while the other waits for the disk."""
+"""Threads that read, per rank: one copies while the other waits for the disk."""
 MAX_LISTED = 10
 """Tensors listed by name in one error; the others are counted."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Shape and dtype of a stored tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Source(Protocol):
-    """A set of stored tensors that shards can be filled from."""
-
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        """What is there, by key."""
-
-    def position(self, key: str) -> tuple[str, int]:
-        """File and byte at which a tensor begins: the order in which a disk reads best."""
-
-    def fill(self, key: str, target: Shard) -> int:
-        """Copy the stored values of the target's box into its memory; how many there were.
-
-        May be called from several threads at once.
-        """
-
-    def close(self) -> None:
-        """Let go of open files."""
 
 
 def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, str]) -> None:
@@ -59,10 +31,11 @@ def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, st
     """
     wanted = [(keys.get(name, name), target) for name, target in targets.items()]
     wanted = [(key, target) for key, target in wanted if target.local.numel()]
+    # In the order of the files' bytes: a disk that jumps back and forth is many times slower.
     wanted.sort(key=lambda item: source.position(item[0]))
 
     def fill(key: str, target: Shard) -> None:
-        with torch.no_grad():  # which holds for one thread alone
+        with torch.no_grad():  # its effect is limited to the thread that calls it
             found = source.fill(key, target)
         if found != target.local.numel():
             raise DamagedCheckpoint.of(key, f"has {found} of {target.local.numel()} values stored.")
@@ -77,7 +50,7 @@ def fill_all(source: Source, targets: Mapping[str, Shard], keys: Mapping[str, st
 
 
 def match(
-    source: Mapping[str, Stored],
+    source: Mapping[str, StoredTensor],
     targets: Mapping[str, Shard],
     aliases: Mapping[str, str],
     *,
@@ -112,7 +85,7 @@ def match(
 
 
 def _shape_problems(
-    source: Mapping[str, Stored],
+    source: Mapping[str, StoredTensor],
     targets: Mapping[str, Shard],
     keys: Mapping[str, str],
     where: str,
@@ -126,11 +99,13 @@ def _shape_problems(
             yield Problem(
                 f"{where}: {name}", f"has shape {target.shape}, but {stored.shape} is stored."
             )
-        elif not allow_cast and not keeps_precision(stored.dtype, target.local.dtype):
+        elif not allow_cast and not keeps_precision(
+            dtype := torch_dtype(stored.dtype), target.local.dtype
+        ):
             yield Problem(
                 f"{where}: {name}",
                 f"has dtype {target.local.dtype}, which would lose precision of the stored "
-                f"{stored.dtype}.",
+                f"{dtype}.",
             )
 
 
@@ -154,8 +129,3 @@ def _shortened(problems: list[Problem], where: str) -> list[Problem]:
     if rest <= 0:
         return problems
     return [*problems[:MAX_LISTED], Problem(where, f"has {rest} more such tensors.")]
-
-
-def volume(box: list[tuple[int, int]]) -> int:
-    """Number of elements of a box of (start, length) per dim."""
-    return math.prod(length for _, length in box)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
-from parallel_ckpt.layout import DCP, DCP_METADATA, StepFolder, is_weight_file
-from parallel_ckpt.load.fill import Source, fill_all, match
-from parallel_ckpt.load.sources import DcpSource, SafetensorsSource
-from parallel_ckpt.ranks import Ranks, all_ranks
+from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.load.fill import fill_all, match
+from parallel_ckpt.load.sources import Source, dcp_source, weights_of
+from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.model import aliases, model_shards
 from parallel_ckpt.state.optimizer import (
     Allocation,
@@ -30,8 +30,9 @@ from parallel_ckpt.state.optimizer import (
 from parallel_ckpt.state.plain_json import load_json
 from parallel_ckpt.state.rng import DerivedRng, RngState, derived_seed
 from parallel_ckpt.state.shards import Shard
+from parallel_ckpt.state.torch_dtypes import torch_dtype
 from parallel_ckpt.store.contents import Contents
-from parallel_ckpt.store.find import committed_around, resolve_checkpoint, verify_on_all
+from parallel_ckpt.store.find import resolve_checkpoint, verify_on_all
 from parallel_ckpt.store.integrity import Verify
 from parallel_ckpt.store.manifest import Manifest
 from parallel_config import Topology
@@ -47,7 +48,7 @@ class Start:
     data_state: Any
     """As given to `save`."""
     train_config: str | None
-    """Text of the run's config, None when none was saved."""
+    """Text of the run's config, None when it was not saved."""
     rng: RngState | DerivedRng
     notes: tuple[str, ...]
     """What the log should say about this resume."""
@@ -114,12 +115,12 @@ def restore(
     rate from the scheduler as it is built now. How the optimizer computes (`fused`, `foreach`,
     `capturable`, `differentiable`) is never taken from a checkpoint.
 
-    **Checksums are not compared here**, so that damage may be loaded without a word: `read_start`
+    **Checksums are not compared here**, so that damaged values may be loaded: `read_start`
     has compared them just before. Where it has not been called, give `verify="full"`.
 
     Raises:
         StateMismatch: lists tensors that are missing, unexpected, of another shape or would lose
-            precision, or says that there is no such scheduler; nothing has been changed then.
+            precision, or says that the scheduler was not saved; nothing has been changed then.
         DamagedCheckpoint: what is stored cannot be read, or differs from what was committed; in
             the second case nothing has been changed.
     """
@@ -138,58 +139,6 @@ def restore(
     return Restored(num_tensors=len(plan.weights), num_optimizer_entries=num_entries)
 
 
-def load_weights(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    allow_cast: bool = False,
-    verify: Verify | None = None,
-) -> int:
-    """Collective: every rank. Fill a model's parameters and buffers in place; how many there were.
-
-    `path` is anything `resolve_checkpoint` understands, or any folder or file of safetensors
-    weights, or a DCP folder keyed by FQN. With `allow_cast` narrower dtypes are accepted. As in
-    `restore` checksums are compared only with `verify`; weights outside of a checkpoint have none.
-
-    Raises:
-        StateMismatch: as for `restore`; nothing has been changed then.
-        DamagedCheckpoint: as for `restore`.
-        CheckpointNotFound: with `verify`: there is no checkpoint around these weights.
-    """
-    return _load_weights(model, path, all_ranks("load_weights"), allow_cast, verify)
-
-
-def load_weights_alone(
-    model: nn.Module, path: str | Path, *, allow_cast: bool = False, verify: Verify | None = None
-) -> int:
-    """As `load_weights`, but no collective: each process that calls it reads for itself.
-
-    Raises:
-        StateMismatch, DamagedCheckpoint, CheckpointNotFound: as for `load_weights`.
-    """
-    return _load_weights(model, path, Ranks(), allow_cast, verify)
-
-
-def _load_weights(
-    model: nn.Module, path: str | Path, ranks: Ranks, allow_cast: bool, verify: Verify | None
-) -> int:
-    where = Path(ranks.from_main(lambda: str(_weights_at(path))))
-
-    if verify is not None:
-        step = ranks.from_main(lambda: str(resolve_checkpoint(where)))
-        verify_on_all(StepFolder(Path(step)), verify, ranks)
-
-    def plan() -> tuple[Source, dict[str, Shard], dict[str, str]]:
-        source, weights = _open_weights(where), model_shards(model)
-        other = aliases(model)
-        keys = match(source.tensors, weights, other, where="weights", allow_cast=allow_cast)
-        return source, weights, keys
-
-    source, weights, keys = ranks.together(plan)
-    ranks.together(lambda: fill_all(source, weights, keys))
-    return len(weights)
-
-
 @dataclass(frozen=True)
 class _Plan:
     source: Source
@@ -204,7 +153,7 @@ class _Plan:
 def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) -> _Plan:
     """Open everything and compare names, shapes and dtypes before anything is touched."""
     contents = Contents.read(folder)
-    source, weights = _weights_of(contents), model_shards(model)
+    source, weights = weights_of(contents), model_shards(model)
     keys = match(source.tensors, weights, aliases(model), where="weights")
     schedule = None if scheduler is None else _plan_scheduler(contents, scheduler)
     if optimizer is None:
@@ -214,8 +163,8 @@ def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) 
     problems = list(check_index(index, model, inner))
     if problems:
         raise StateMismatch(problems[:10])
-    states = DcpSource(folder.optimizer, contents)
-    stored = {key: (entry.shape, entry.dtype) for key, entry in states.tensors.items()}
+    states = dcp_source(folder.optimizer, contents)
+    stored = {key: (t.shape, torch_dtype(t.dtype)) for key, t in states.tensors.items()}
     allocation = allocate(index, stored, model, inner)
     match(states.tensors, allocation.shards, {}, where="optimizer")
     return _Plan(source, weights, keys, index, allocation, states, schedule)
@@ -235,7 +184,9 @@ def _require_kind(stored: Any, own: Any) -> None:
         return
     for part in ("lr_lambdas", "_schedulers"):
         if part in own and not (isinstance(stored, Mapping) and part in stored):
-            raise StateMismatch.of("scheduler", f"of another kind was saved: it has no {part}.")
+            raise StateMismatch.of(
+                "scheduler", f"of another kind was saved: {part} is missing in it."
+            )
     parts = own.get("_schedulers", ())
     if parts and len(stored["_schedulers"]) != len(parts):
         found = len(stored["_schedulers"])
@@ -277,7 +228,7 @@ def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
     folder = contents.folder
     facts = _document(contents, folder.training_step)
     rng, notes = _read_rng(contents, topology, facts["seed"], rank)
-    has_config = folder.train_config in contents.checksums
+    has_config = folder.train_config in contents.records
     return Start(
         path=folder.path,
         manifest=contents.manifest,
@@ -306,36 +257,4 @@ def _read_rng(
     try:
         return RngState(safetensors_load(contents.read_bytes(path))), []
     except SafetensorError as error:
-        raise DamagedCheckpoint.of(path, f"is no safetensors file: {error}.") from error
-
-
-def _weights_of(contents: Contents) -> Source:
-    """Safetensors where the checkpoint has any, else DCP."""
-    if files := contents.safetensors:
-        return SafetensorsSource(files)
-    return DcpSource(contents.folder.dcp, contents)
-
-
-def _weights_at(path: str | Path) -> Path:
-    """What `load_weights` reads: a step folder, its `dcp`, or weights outside of any checkpoint."""
-    given = Path(path).expanduser().absolute()
-    if given.is_file() and given.suffix == ".safetensors":
-        return given
-    if (step := committed_around(given)) is not None:
-        return step.dcp if given.resolve() == step.dcp else step.path
-    if given.is_dir() and (any(given.glob("*.safetensors")) or (given / DCP_METADATA).is_file()):
-        return given
-    return resolve_checkpoint(given)
-
-
-def _open_weights(where: Path) -> Source:
-    """`where` is as `_weights_at` found it."""
-    if where.is_file():
-        return SafetensorsSource([where])
-    if (step := committed_around(where)) is not None:
-        contents = Contents.read(step)
-        return DcpSource(where, contents) if where == step.dcp else _weights_of(contents)
-    if any(is_weight_file(file.name) for file in where.iterdir()):
-        return SafetensorsSource(where)
-    dcp = next((f for f in (where / DCP, where) if (f / DCP_METADATA).is_file()), None)
-    return SafetensorsSource(where) if dcp is None else DcpSource(dcp)
+        raise DamagedCheckpoint.of(path, f"is not a safetensors file: {error}.") from error

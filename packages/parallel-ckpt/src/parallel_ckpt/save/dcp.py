@@ -193,7 +193,7 @@ def _writer(folder: Path, threads: int = 1) -> tuple[FileSystemWriter, _HashingF
 
 
 def _item(name: str, shard: Shard) -> WriteItem:
-    offsets, sizes = torch.Size(shard.offsets), torch.Size(shard.sizes)
+    offsets, sizes = torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)
     properties = TensorProperties(dtype=shard.local.dtype)
     return WriteItem(
         index=MetadataIndex(name, offsets),

@@ -7,32 +7,27 @@ time in that order; a tensor that is cut along a dim other than 0 is put togethe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.hashing import HashingWriter, hashed_file
-from parallel_ckpt.formats.packing import Form, header_bytes, index_bytes, pack
+from parallel_ckpt.formats.safetensors import Form, header_bytes, index_bytes, pack
 from parallel_ckpt.layout import SAFETENSORS_INDEX
 from parallel_ckpt.ranks import MAIN, Ranks, all_ranks
 from parallel_ckpt.state.model import model_shards
-from parallel_ckpt.state.shards import Shard, narrow, owners
+from parallel_ckpt.state.shards import Shard, owners
 from parallel_ckpt.state.torch_dtypes import safetensors_name
 
 Files = dict[str, tuple[int, str]]
 """Size in bytes and checksum of files by name."""
 
 
-@dataclass(frozen=True)
-class Box:
-    """One part of a tensor and the rank that holds it."""
-
-    owner: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+Held = tuple[int, Box]
+"""A part of a tensor, and the rank that holds it."""
 
 
 def save_weights(model: nn.Module, folder: Path, *, max_shard_bytes: int = 5 * 10**9) -> Files:
@@ -56,11 +51,7 @@ def write_safetensors(
 ) -> Files:
     """Collective: every rank. As `save_weights`, of shards, into a folder that exists."""
     chosen = owners(shards, ranks.world_size, spread=False)
-    mine = {
-        name: Box(ranks.rank, shards[name].offsets, shards[name].sizes)
-        for name, owner in chosen.items()
-        if owner == ranks.rank
-    }
+    mine = {name: shards[name].box for name, owner in chosen.items() if owner == ranks.rank}
     boxes = _by_tensor(ranks.gather(mine))
     forms = ranks.together(lambda: _forms(shards))
     names = pack(forms, max_shard_bytes)
@@ -82,7 +73,7 @@ def _receive_all(
     names: Mapping[str, list[str]],
     forms: Mapping[str, Form],
     shards: Mapping[str, Shard],
-    boxes: Mapping[str, list[Box]],
+    boxes: Mapping[str, list[Held]],
     ranks: Ranks,
 ) -> Files:
     """Main rank: write every file. Each box is received even after an error, as it will be sent."""
@@ -137,30 +128,30 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _pieces(
     names: Sequence[str],
     shards: Mapping[str, Shard],
-    boxes: Mapping[str, list[Box]],
+    boxes: Mapping[str, list[Held]],
     ranks: Ranks,
 ) -> Iterator[torch.Tensor]:
     """Host tensors whose bytes, one after another, are the data of a file."""
     for name in names:
         shard = shards[name]
-        parts = ((box, _take(box, shard, ranks)) for box in boxes.get(name, ()))
-        if all(box.sizes[1:] == shard.shape[1:] for box in boxes.get(name, ())):
+        held = boxes.get(name, [])
+        parts = ((box, _take(owner, box, shard, ranks)) for owner, box in held)
+        if all(box.is_rows_of(shard.shape) for _, box in held):
             for _, part in parts:
                 yield part
         else:
             whole = torch.empty(shard.shape, dtype=shard.local.dtype)
             for box, part in parts:
-                spans = list(zip(box.offsets, box.sizes, strict=True))
-                narrow(whole, spans, [0] * whole.ndim).copy_(part)
+                whole[box.within(Box.whole(shard.shape))] = part
             yield whole
 
 
-def _take(box: Box, shard: Shard, ranks: Ranks) -> torch.Tensor:
-    if box.owner == ranks.rank:
+def _take(owner: int, box: Box, shard: Shard, ranks: Ranks) -> torch.Tensor:
+    if owner == ranks.rank:
         return shard.local.cpu()
     part = torch.empty(box.sizes, dtype=shard.local.dtype)
     if part.numel():
-        dist.recv(part.reshape(-1).view(torch.uint8), src=box.owner, group=ranks.group)
+        dist.recv(part.reshape(-1).view(torch.uint8), src=owner, group=ranks.group)
     return part
 
 
@@ -172,12 +163,12 @@ def _send(
             dist.send(as_bytes(shards[name].local), dst=MAIN, group=ranks.group)
 
 
-def _by_tensor(held: Sequence[Mapping[str, Box]]) -> dict[str, list[Box]]:
-    boxes: dict[str, list[Box]] = {}
-    for of_rank in held:
+def _by_tensor(held: Sequence[Mapping[str, Box]]) -> dict[str, list[Held]]:
+    boxes: dict[str, list[Held]] = {}
+    for rank, of_rank in enumerate(held):
         for name, box in of_rank.items():
-            boxes.setdefault(name, []).append(box)
-    return {name: sorted(parts, key=lambda box: box.offsets) for name, parts in boxes.items()}
+            boxes.setdefault(name, []).append((rank, box))
+    return {name: sorted(parts, key=lambda part: part[1].offsets) for name, parts in boxes.items()}
 
 
 def _write_index(folder: Path, text: bytes) -> Files:

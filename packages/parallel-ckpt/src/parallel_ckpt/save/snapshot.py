@@ -15,7 +15,13 @@ from torch import nn
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.checked_json import is_count
-from parallel_ckpt.layout import DCP, PRETRAINED_MODEL, TRAIN_CONFIG, TRAINING_STATE
+from parallel_ckpt.layout import (
+    DCP,
+    PRETRAINED_MODEL,
+    TRAIN_CONFIG,
+    TRAINING_STATE,
+    belongs_to_weights,
+)
 from parallel_ckpt.state.model import model_shards
 from parallel_ckpt.state.optimizer import OptimizerState, collect
 from parallel_ckpt.state.plain_json import dump_json
@@ -101,8 +107,7 @@ def checked_files(
     files: dict[str, bytes] = {}
     given = dict(model_files) | ({} if train_config is None else {TRAIN_CONFIG: train_config})
     for name, content in given.items():
-        reserved = name.startswith("model") and name.endswith((".safetensors", ".index.json"))
-        if not is_safe_path(name) or reserved or name.split("/")[0] == DCP:
+        if not is_safe_path(name) or belongs_to_weights(name) or name.split("/")[0] == DCP:
             raise CheckpointError.of("model_files", f"names {name!r}, which is no name to give.")
         files[f"{PRETRAINED_MODEL}/{name}"] = (
             content.encode() if isinstance(content, str) else bytes(content)

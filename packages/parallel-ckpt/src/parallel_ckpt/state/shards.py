@@ -8,10 +8,9 @@ shard in host memory can be saved as the original can.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.box import Box
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Shard:
     """Ranks that hold this very box; empty when every rank does."""
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Extent of the box, one per dim."""
-        return tuple(self.local.shape)
+    def box(self) -> Box:
+        """Its place in the global tensor."""
+        return Box(self.offsets, tuple(self.local.shape))
 
     @property
     def global_bytes(self) -> int:
@@ -120,24 +120,3 @@ def signature(shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], s
     return sorted((name, shard.shape, str(shard.local.dtype)) for name, shard in shards.items())
 
 
-def overlap(
-    one: tuple[Sequence[int], Sequence[int]], other: tuple[Sequence[int], Sequence[int]]
-) -> list[tuple[int, int]] | None:
-    """Common part of two boxes (offsets, sizes) as (start, length) per dim; None if there is none.
-
-    A 0-dim box meets any other 0-dim box.
-    """
-    common: list[tuple[int, int]] = []
-    for start_a, size_a, start_b, size_b in zip(*one, *other, strict=True):
-        start, stop = max(start_a, start_b), min(start_a + size_a, start_b + size_b)
-        if stop <= start:
-            return None
-        common.append((start, stop - start))
-    return common
-
-
-def narrow(tensor: torch.Tensor, box: list[tuple[int, int]], offsets: Sequence[int]) -> Any:
-    """The view of `tensor`, which begins at `offsets`, that covers `box`."""
-    for dim, (start, length) in enumerate(box):
-        tensor = tensor.narrow(dim, start - offsets[dim], length)
-    return tensor

@@ -1,4 +1,4 @@
-"""Names of dtypes in safetensors files."""
+"""Dtypes of torch by the names that files have for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
 SAFETENSORS_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, name): stored for name, stored in SAFETENSORS_BY_TORCH.items()
 }
-TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def safetensors_name(dtype: torch.dtype, where: str) -> str:
@@ -29,3 +28,10 @@ def safetensors_name(dtype: torch.dtype, where: str) -> str:
             "Use --checkpoint_format dcp.",
         )
     return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch calls by this name; readers admit no other names."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -11,8 +11,11 @@ from functools import cached_property
 from pathlib import Path
 
 from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.formats.dcp import DcpFolder, read_dcp
+from parallel_ckpt.formats.safetensors import read_tensors
+from parallel_ckpt.formats.stored import StoredTensor
 from parallel_ckpt.layout import DCP_METADATA, MANIFEST, StepFolder, is_weight_file
-from parallel_ckpt.store.manifest import Manifest, read_manifest
+from parallel_ckpt.store.manifest import FileRecord, Manifest, read_manifest
 
 
 @dataclass(frozen=True)
@@ -33,19 +36,39 @@ class Contents:
         return cls(folder, read_manifest(folder))
 
     @cached_property
-    def checksums(self) -> dict[Path, str]:
+    def records(self) -> dict[Path, FileRecord]:
         """Of every file, by its path."""
-        return {self.folder.path / r.path: r.checksum for r in self.manifest.files}
+        return {self.folder.path / record.path: record for record in self.manifest.files}
 
     @property
     def safetensors(self) -> list[Path]:
         """The files of the weights, sorted; empty where they are kept as DCP alone."""
-        files = (p for p in self.checksums if p.parent == self.folder.pretrained_model)
+        files = (p for p in self.records if p.parent == self.folder.pretrained_model)
         return sorted(p for p in files if is_weight_file(p.name))
 
     def has_dcp(self, folder: Path) -> bool:
         """Whether a folder of it holds DCP shards."""
-        return folder / DCP_METADATA in self.checksums
+        return folder / DCP_METADATA in self.records
+
+    def read_safetensors(self) -> dict[str, StoredTensor]:
+        """The weights by name, from safetensors files.
+
+        Raises:
+            DamagedCheckpoint: a file cannot be read, or contradicts another.
+        """
+        index = self.folder.safetensors_index
+        return read_tensors(self.safetensors, index if index in self.records else None)
+
+    def read_dcp(self, folder: Path) -> DcpFolder:
+        """What a folder of DCP shards holds.
+
+        Raises:
+            DamagedCheckpoint: its metadata cannot be read, or names a file that is not listed.
+        """
+        self.require(folder / DCP_METADATA)
+        stored = read_dcp(folder)
+        self.require(*stored.files)
+        return stored
 
     def read_bytes(self, path: Path) -> bytes:
         """A file that every checkpoint holds.
@@ -63,5 +86,5 @@ class Contents:
             DamagedCheckpoint: names one that is not.
         """
         for path in paths:
-            if path not in self.checksums:
+            if path not in self.records:
                 raise DamagedCheckpoint.of(path, f"is needed, but {MANIFEST} does not list it.")

@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.formats.checked_json import is_count, parse_json
 from parallel_ckpt.formats.hashing import HASH_NAME
+from parallel_ckpt.formats.hashing import FileRecord as FileRecord
 from parallel_ckpt.layout import StepFolder
 from parallel_config import CheckpointFormat, Problem, Topology
 
@@ -20,17 +22,6 @@ FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 64 << 20
 """A larger manifest is refused unread: it is not one of ours."""
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """One file of a checkpoint."""
-
-    path: str
-    """Relative to the checkpoint's folder, with forward slashes."""
-    size_bytes: int
-    checksum: str
-    """Hex digest of the manifest's hash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +76,16 @@ def read_manifest(folder: StepFolder) -> Manifest:
         )
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise DamagedCheckpoint.of(path, f"has more than {MAX_MANIFEST_BYTES} bytes.")
-    return parse_manifest(path.read_bytes(), path)
+    return _parsed(path.read_bytes(), path)
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: bytes, path: Path) -> Manifest:
+    """A resume asks for one manifest several times: which is newest, is it whole, what is in it.
+
+    The bytes are the key, so that a manifest that was replaced is parsed anew.
+    """
+    return parse_manifest(text, path)
 
 
 def sequence_of(folder: StepFolder) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_ckpt import StepFolder, resolve_checkpoint
-from parallel_ckpt.load.resume import load_weights_alone
+from parallel_ckpt.load.weights import load_weights_alone
 from parallel_config.codec import parse, read_config_text
 from parallel_publish.bundle import refuse_damage
 from parallel_publish.pretrained import find_pretrained
