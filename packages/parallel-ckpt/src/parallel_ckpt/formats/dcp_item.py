@@ -145,7 +145,7 @@ def _end_record(item: _Item) -> tuple[int, int, int]:
     tail_bytes = min(item.length, _WIDE_END_BYTES + _LOCATOR_BYTES + _END_BYTES)
     tail = item.read(tail_bytes, item.length - tail_bytes)
     end_at = len(tail) - _END_BYTES
-    if not tail.startswith(_END_SIGNATURE, max(0, end_at)):
+    if end_at < 0 or not tail.startswith(_END_SIGNATURE, end_at):
         raise MalformedItem("does not end as an archive does where .metadata says that it ends")
     count, size, at = struct.unpack_from("<HII", tail, end_at + _END_COUNT_AT)
     is_wide = tail.startswith(_LOCATOR_SIGNATURE, max(0, end_at - _LOCATOR_BYTES))
