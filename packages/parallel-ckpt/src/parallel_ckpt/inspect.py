@@ -13,7 +13,7 @@ from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.dcp import read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
 from parallel_ckpt.formats.safetensors import read_header
-from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder
+from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder, belongs_to_weights
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.find import resolve_checkpoint
 from parallel_ckpt.store.integrity import file_problems
@@ -21,10 +21,6 @@ from parallel_ckpt.store.manifest import Manifest
 
 ByDtype = dict[str, tuple[int, int]]
 """Number and bytes of tensors by dtype."""
-_PARTS = {
-    "weights": ("pretrained_model/model", "pretrained_model/dcp/"),
-    "optimizer": ("training_state/optimizer",),
-}
 
 
 @dataclass(frozen=True)
@@ -158,10 +154,9 @@ def _inspect_run(run: RunFolder) -> RunInfo:
 def _inspect_step(folder: StepFolder) -> CheckpointInfo:
     contents = Contents.read(folder)
     manifest = contents.manifest
-    sizes = dict.fromkeys((*_PARTS, "other"), 0)
-    for record in manifest.files:
-        part = next((p for p, starts in _PARTS.items() if record.path.startswith(starts)), "other")
-        sizes[part] += record.size_bytes
+    sizes = {"weights": 0, "optimizer": 0, "other": 0}
+    for path, record in contents.records.items():
+        sizes[_part(folder, path)] += record.size_bytes
     problems = [str(problem) for problem in file_problems(folder, manifest.files, "fast")]
     weights: ByDtype = {}
     optimizer: ByDtype = {}
@@ -171,6 +166,15 @@ def _inspect_step(folder: StepFolder) -> CheckpointInfo:
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
     return CheckpointInfo(folder.path, manifest, sizes, weights, optimizer, tuple(problems))
+
+
+def _part(folder: StepFolder, path: Path) -> str:
+    """Which part of a checkpoint a file belongs to."""
+    beside_config = path.parent == folder.pretrained_model
+    if path.parent == folder.dcp or (beside_config and belongs_to_weights(path.name)):
+        return "weights"
+    is_optimizer = path.parent == folder.optimizer or path == folder.optimizer_index
+    return "optimizer" if is_optimizer else "other"
 
 
 def _by_dtype(tensors: Iterator[tuple[str, int]]) -> ByDtype:
