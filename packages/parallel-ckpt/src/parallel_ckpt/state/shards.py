@@ -118,5 +118,3 @@ def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dic
 def signature(shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], str]]:
     """Names, global shapes and dtypes: what must be the same on every rank."""
     return sorted((name, shard.shape, str(shard.local.dtype)) for name, shard in shards.items())
-
-
