@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel_publish.hub import Target
+from parallel_publish import Target
 from parallel_publish.retry import RetryPolicy
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_testing.leaks import no_leaks  # noqa: F401

@@ -25,8 +25,8 @@ from parallel_publish import (
     newest_on_hub,
     push_checkpoint_to_hub,
 )
-from parallel_publish.checkpoints import on_main_at_leisure
-from parallel_publish.hub import Target
+from parallel_publish.fetching import on_main_at_leisure
+from parallel_publish.target import Target
 from parallel_testing.hub import Blob, Fault
 from parallel_testing.models import TinyModel
 from parallel_testing.ranks import rank_outcomes, run_ranks

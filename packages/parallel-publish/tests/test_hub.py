@@ -9,8 +9,10 @@ import pytest
 from parallel_config import ConfigError
 from parallel_publish import PublishConfig
 from parallel_publish.errors import PublishError
-from parallel_publish.hub import Target, download, list_files, preflight, publish_files
+from parallel_publish.hub import download, list_files, publish_files
+from parallel_publish.preflight import preflight
 from parallel_publish.retry import RetryPolicy
+from parallel_publish.target import Target
 from parallel_testing.hub import Fault
 
 COMMIT = r"/api/models/.*/commit/"
@@ -79,10 +81,10 @@ def test_an_endpoint_that_is_no_address_is_said_at_once(hub, target, monkeypatch
 
 
 def test_an_endpoint_left_empty_is_the_clients_own(hub, target, monkeypatch):
-    from parallel_publish.hub import _endpoint
+    from parallel_publish.client import endpoint
 
     monkeypatch.setenv("HF_ENDPOINT", " ")
-    assert _endpoint() is None
+    assert endpoint() is None
 
 
 @pytest.mark.parametrize("token", ["hf test", "hf_é", "hf_\nx"])

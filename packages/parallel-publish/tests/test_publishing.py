@@ -466,7 +466,8 @@ if sys.argv[1] == "send":
     torch.manual_seed(5)
     model = Mine(width=4)
     config = PublishConfig(repo_id="user/mine")
-    from parallel_publish.hub import Target, preflight
+    from parallel_publish import Target
+    from parallel_publish.preflight import preflight
     preflight(Target.of(config))
     model.save_pretrained(sys.argv[2])
     from parallel_publish import publish_checkpoint

@@ -152,8 +152,8 @@ def test_save_pretrained_of_a_policy_comes_back(tmp_path, runs):
 
 
 def test_wam_is_published_and_loaded_like_the_others(hub, tmp_path):
-    from parallel_publish import PublishConfig, publish_trained_model
-    from parallel_publish.hub import Target, preflight
+    from parallel_publish import PublishConfig, Target, publish_trained_model
+    from parallel_publish.preflight import preflight
     from parallel_train.data.config import DatasetConfig
     from parallel_train.data.metadata import read_metadata
     from parallel_train.policies.wam.configuration import WAMConfig

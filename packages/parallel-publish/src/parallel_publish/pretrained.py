@@ -194,7 +194,8 @@ def find_pretrained(
         return StepFolder(resolve_checkpoint(path)).pretrained_model
     if not is_repo_id(str(source), namespace=True):
         raise ConfigError.of(source, "is neither a folder nor a repository such as user/name.")
-    from parallel_publish.hub import Target, download
+    from parallel_publish.hub import download
+    from parallel_publish.target import Target
 
     target = Target(
         repo_id=str(source), revision=revision or "main", token=token, retry=RetryPolicy(attempts=3)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -18,13 +18,12 @@ from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
 from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder, belongs_to_weights
 from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.model import bare_module
-from parallel_config import ConfigError, ReportedError
+from parallel_config import ConfigError
 from parallel_config.checkpoint import parse_size
 from parallel_publish.bundle import (
     Dtype,
     bundle_bytes,
     bundle_checkpoint,
-    bundle_files,
     checked_card,
     left_out,
     num_bytes,
@@ -32,74 +31,23 @@ from parallel_publish.bundle import (
     seal,
     write_card,
 )
-from parallel_publish.card import CARD, CURVE, CardInfo, card_problems, render_card
+from parallel_publish.card import CARD, CardInfo, card_problems, render_card
+from parallel_publish.client import note
 from parallel_publish.config import PublishConfig
 from parallel_publish.errors import PublishError
-from parallel_publish.hub import Target, check_disk, note, preflight, publish_files
+from parallel_publish.preflight import preflight
 from parallel_publish.pretrained import CONFIG, PreTrainedModel, save_pretrained
 from parallel_publish.processors import Processor
+from parallel_publish.publication import Publication, Staged, dry, failed, send
 from parallel_publish.retry import Stop, Stopped, never
-from parallel_publish.sharing import shareable_bytes
 from parallel_publish.staging import (
     bundle_folder,
     card_options,
-    command_for,
+    check_disk,
     empty_folder,
     weight_options,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Publication:
-    """How publishing ended."""
-
-    repo_id: str
-    files: Mapping[str, int]
-    """Bytes by path in the repository."""
-    commit_url: str | None = None
-    """None for a dry run, and when it failed."""
-    error: ReportedError | None = None
-    """Why it failed; nothing changed on the Hub then."""
-    bundle: Path | None = None
-    """Folder that was to be sent, where it was kept; None when none was made."""
-    retry: str = ""
-    """Command that sends it again."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it did not fail."""
-        return self.error is None
-
-    def render(self) -> str:
-        """What a person should be told."""
-        total = sum(self.files.values())
-        listing = "\n".join(f"  {size:>14,}  {path}" for path, size in sorted(self.files.items()))
-        if self.error is not None:
-            kept = f"\n  kept:  {self.bundle}" if self.bundle else ""
-            return f"not published: {self.error}{kept}\n  retry: {self.retry}"
-        if self.commit_url is None:
-            return f"would publish {len(self.files)} files, {total:,} bytes:\n{listing}"
-        return f"published {len(self.files)} files, {total:,} bytes: {self.commit_url}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged:
-    """A bundle that is written and waits to be sent."""
-
-    folder: Path
-    target: Target
-
-    @property
-    def retry(self) -> str:
-        """Command that sends it, should this process not come to it."""
-        return command_for(self.folder, self.target)
-
-    def send(self, on_note: Callable[[str], None] = note, stop: Stop = never) -> Publication:
-        """Send it in one commit. No collective: one process calls it.
-
-        A failure does not raise: see `Publication.error`. Nor does an end because of `stop`.
-        """
-        return _send(self.folder, self.target, on_note, stop)
+from parallel_publish.target import Target
 
 
 def preflight_publish(
@@ -256,7 +204,7 @@ def publish_checkpoint(
     if not dry_run:
         error = _preflight_error(target, text, stop)
         if error is not None:
-            return _failed(step.path, target, error, options)
+            return failed(step.path, target, error, options)
     check_disk(root, bundle_bytes(step, dtype=dtype, max_bytes=limit))
     folder = None if dry_run else bundle_folder(root, int(step.path.name), target)
     with empty_folder(root, folder) as bundle:
@@ -267,11 +215,11 @@ def publish_checkpoint(
             )
             write_card(bundle, info, repo_id=target.repo_id)
             seal(bundle)
-            result = _dry(bundle, target) if dry_run else _send(bundle, target, on_note, stop)
+            result = dry(bundle, target) if dry_run else send(bundle, target, on_note, stop)
             return result
         except Stopped:
             error = PublishError.of(step.path, "is not published: stopped on request.")
-            return _failed(step.path, target, error, options)
+            return failed(step.path, target, error, options)
         except OSError as error:
             raise PublishError.of(bundle, f"cannot be written: {error.strerror}.") from None
         finally:
@@ -313,15 +261,15 @@ def _publish_folder(
     text = _read_card(card, config, on_note) if card.is_file() else None
     fresh = checked_card(info, repo_id=target.repo_id) if text is None else None
     if dry_run:
-        found = _dry(given, target)
+        found = dry(given, target)
         written = {CARD: len(fresh.encode())} if fresh is not None else {}
         return replace(found, files={**found.files, **written})
     error = _preflight_error(target, text or fresh, stop)
     if error is not None:
-        return _failed(given, target, error, [] if fresh is None else [*card_options(config)])
+        return failed(given, target, error, [] if fresh is None else [*card_options(config)])
     if fresh is not None:
         write_card(given, info, repo_id=target.repo_id)
-    return _send(given, target, on_note, stop)
+    return send(given, target, on_note, stop)
 
 
 def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]) -> str:
@@ -349,49 +297,6 @@ def _preflight_error(target: Target, card: str | None, stop: Stop) -> PublishErr
     except PublishError as error:
         return error
     return None
-
-
-def _send(folder: Path, target: Target, on_note: Callable[[str], None], stop: Stop) -> Publication:
-    try:
-        files = bundle_files(folder)
-        url = publish_files(
-            target,
-            {name: shareable_bytes(path) or path for name, path in files.items()},
-            message="Publish the trained model",
-            replaces=lambda path: belongs_to_weights(path) or path == CURVE,
-            on_note=on_note,
-            stop=stop,
-        )
-    except ReportedError as error:
-        return Publication(
-            repo_id=target.repo_id,
-            files=_sizes(folder),
-            error=error,
-            bundle=folder,
-            retry=command_for(folder, target),
-        )
-    sizes = {name: path.stat().st_size for name, path in files.items()}
-    return Publication(repo_id=target.repo_id, files=sizes, commit_url=url, bundle=folder)
-
-
-def _failed(
-    folder: Path, target: Target, error: ReportedError, options: Sequence[str]
-) -> Publication:
-    """Nothing was built: the same command again is the way."""
-    return Publication(
-        repo_id=target.repo_id, files={}, error=error, retry=command_for(folder, target, options)
-    )
-
-
-def _dry(folder: Path, target: Target) -> Publication:
-    files = bundle_files(folder)
-    sizes = {name: path.stat().st_size for name, path in files.items()}
-    return Publication(repo_id=target.repo_id, files=sizes)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def _checkpoint(path: Path) -> StepFolder | None:

@@ -1,4 +1,4 @@
-"""Folders that wait to be sent, and the commands that send them."""
+"""Folders that wait to be sent, the room that they need, and the commands that send them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,27 @@ from parallel_ckpt.layout import step_name
 from parallel_publish.bundle import Dtype
 from parallel_publish.config import PublishConfig
 from parallel_publish.errors import PublishError
-from parallel_publish.hub import Target
+from parallel_publish.target import Target
 
 
 def bundle_folder(root: Path, step: int, target: Target) -> Path:
     """Where the model of a step waits for a repository: a further try takes its place."""
     branch = "" if target.revision == "main" else f"@{quote(target.revision, safe='')}"
     return root / f"publish-{step_name(step)}-{target.repo_id.replace('/', '--')}{branch}"
+
+
+def check_disk(folder: Path, needed_bytes: int, what: str = "the files to publish") -> None:
+    """Raise PublishError unless the disk of `folder` has room for what will be written there."""
+    parent = folder.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    if free < needed_bytes:
+        raise PublishError.of(
+            folder,
+            f"has {free:,} bytes free, but {what} need {needed_bytes:,}.",
+            "Free some space, or use another folder.",
+        )
 
 
 @contextmanager

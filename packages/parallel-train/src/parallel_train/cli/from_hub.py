@@ -57,7 +57,7 @@ def fetched(argv: Sequence[str]) -> list[str]:
 
         timeout_s = argv_flags.value_of(argv[1:], "timeout_s") or LaunchOptions.timeout_s
         connect(timeout=timedelta(seconds=argv_flags.seconds("timeout_s", timeout_s)))
-    from parallel_publish.checkpoints import on_main_at_leisure
+    from parallel_publish.fetching import on_main_at_leisure
 
     output_dir = argv_flags.value_of(argv[1:], "output_dir")
     try:
@@ -80,8 +80,9 @@ def fetched(argv: Sequence[str]) -> list[str]:
 def _fetch(source: str, output_dir: str | None) -> Path:
     from parallel_ckpt.layout import RunFolder
     from parallel_publish import Target, fetch_checkpoint, newest_on_hub
+    from parallel_publish.client import without_bars
     from parallel_publish.config import CHECKPOINTS_BRANCH, is_branch, is_repo_id
-    from parallel_publish.hub import at_one_state, without_bars
+    from parallel_publish.hub import at_one_state
 
     repo_id, at, branch = source.partition("@")
     if not is_repo_id(repo_id, namespace=True) or (at and not is_branch(branch)):

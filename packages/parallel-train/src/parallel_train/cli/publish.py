@@ -85,7 +85,7 @@ def check_before(config: Any, names: Mapping[str, str]) -> None:
         PublishError: it would not, or is out of reach.
     """
     from parallel_publish import Target
-    from parallel_publish.hub import preflight
+    from parallel_publish.preflight import preflight
 
     try:
         preflight(Target.of(config))
@@ -96,7 +96,7 @@ def check_before(config: Any, names: Mapping[str, str]) -> None:
 def quiet_in_logs() -> None:
     """Progress bars are for terminals."""
     if not sys.stderr.isatty():
-        from parallel_publish.hub import without_bars
+        from parallel_publish.client import without_bars
 
         without_bars()
 
@@ -143,8 +143,8 @@ def _push(command: PublishCommand, config: Any) -> int:
     """Push the whole checkpoint, on its branch."""
     from parallel_ckpt import resolve_checkpoint
     from parallel_publish import PublishError, Target, push_checkpoint_to_hub
-    from parallel_publish.checkpoints import push_command
-    from parallel_publish.hub import preflight
+    from parallel_publish.preflight import preflight
+    from parallel_publish.pushing import push_command
 
     unused = ("license", "tags", "base_model", "dtype", "max_shard_size")
     default = PublishCommand(path=command.path, repo_id=command.repo_id)

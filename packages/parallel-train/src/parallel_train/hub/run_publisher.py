@@ -29,7 +29,7 @@ from parallel_publish import (
     stage_trained_model,
 )
 from parallel_publish.bundle import num_bytes
-from parallel_publish.hub import without_bars
+from parallel_publish.client import without_bars
 from parallel_publish.retry import Stop, never
 from parallel_publish.staging import bundle_folder
 from parallel_train.config import SCHEMA, TrainConfig

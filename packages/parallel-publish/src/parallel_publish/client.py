@@ -1,0 +1,141 @@
+"""One conversation with the Hub: its client, its errors in one line each, and trying again."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from parallel_config import Problem
+from parallel_publish.errors import PublishError
+from parallel_publish.retry import Stop, Stopped, never, retried, status_of
+from parallel_publish.target import Target
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+T = TypeVar("T")
+ENDPOINT = "HF_ENDPOINT"
+
+
+def note(line: str) -> None:
+    """Say something to whoever watches the run, without touching what a command prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def without_bars() -> None:
+    """Switch the client's progress bars off, unless the user has said what they want."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()
+
+
+def client(target: Target) -> HfApi:
+    """The client. The endpoint is read now: the client itself reads it once, when imported."""
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=endpoint(), token=target.token, library_name="parallel-publish")
+
+
+def refuse_setup(target: Target) -> None:
+    """Refuse what this machine's variables make impossible, before anybody is asked."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise PublishError.of(
+            "HF_HUB_OFFLINE",
+            f"is set, so {target.repo_id} cannot be reached.",
+            "Unset it.",
+        )
+    address = endpoint()
+    if address is not None and not re.match(r"https?://[^/\s]", address):
+        raise PublishError.of(
+            ENDPOINT, f"= {address!r} is no address such as https://host.", "Mend or unset it."
+        )
+    token = target.token or get_token() or ""
+    if not re.fullmatch(r"[\x21-\x7e]*", token):
+        raise PublishError.of(
+            "token", "holds spaces or letters that no token has.", "Copy it again (HF_TOKEN)."
+        )
+
+
+def endpoint() -> str | None:
+    """Where the Hub is; None is the client's own address. A variable left empty says nothing."""
+    return os.environ.get(ENDPOINT, "").strip() or None
+
+
+TOKEN_REMEDY = "Run `hf auth login`, or set HF_TOKEN to a token with write permission."
+
+
+def ask(
+    target: Target,
+    act: Callable[[], T],
+    what: str,
+    on_note: Callable[[str], None] = note,
+    stop: Stop = never,
+) -> T:
+    """Run a conversation with the Hub; whatever goes wrong becomes one line."""
+    try:
+        return retried(act, target.retry, on_note=on_note, describe=_in_short, stop=stop)
+    except PublishError:
+        raise
+    except Stopped:
+        raise PublishError.of(
+            f"{target.repo_id}@{target.revision}", f"is not {what}: stopped on request."
+        ) from None
+    except Exception as error:
+        raise PublishError(_problem(target, what, error)) from error
+
+
+def _problem(target: Target, what: str, error: Exception) -> Problem:
+    status = status_of(error)
+    remedies = {
+        401: TOKEN_REMEDY,
+        403: "Use a token that may, or another repository.",
+        404: "Check the names of repository and branch, and that the token may see them.",
+        409: "Somebody else works on it; try again.",
+        412: "Somebody else commits to it; try again.",
+        413: "Split the weights into smaller files (max_shard_size).",
+        429: "Wait some minutes and try again.",
+    }
+    remedy = remedies.get(status or 0, "Try again later.")
+    where = endpoint() or "the Hub"
+    return Problem(
+        f"{target.repo_id}@{target.revision}",
+        f"cannot be {what} at {where}: {_in_short(error)}.",
+        remedy,
+    )
+
+
+def _in_short(error: BaseException) -> str:
+    """One line, without addresses of requests and without anything a token could be in."""
+    status = status_of(error)
+    if status is not None:
+        return f"HTTP {status} ({_MEANING.get(status, 'refused')})"
+    if isinstance(error, TimeoutError):
+        return str(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no details'}".rstrip(".")
+
+
+_MEANING = {
+    400: "the request is wrong",
+    401: "token missing, wrong or expired",
+    402: "payment required",
+    403: "the token may not do this",
+    404: "not found, or hidden from this token",
+    409: "conflict",
+    412: "the branch moved meanwhile",
+    413: "too large",
+    429: "too many requests",
+    500: "the server failed",
+    502: "the server is unreachable",
+    503: "the server is busy",
+    504: "the server took too long",
+}
