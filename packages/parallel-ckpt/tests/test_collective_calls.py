@@ -101,7 +101,7 @@ def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
         ):
             object.__setattr__(self, name, value)
 
-    for kind in (writing.Own, Box, Manifest):
+    for kind in (writing.RankFiles, Box, Manifest):
         kind.__setstate__ = hear
     model, optimizer = build()
     train(model, optimizer, 0)
@@ -132,7 +132,7 @@ def test_an_error_of_one_process_alone_is_agreed_with_nobody() -> None:
 def test_a_rank_is_sent_what_it_uses_and_every_rank_hears_of_an_error(tmp_path: Path) -> None:
     outcomes = run_ranks(hear_of_plans, 3, tmp_path)
     (heard, got, told), *others = outcomes
-    assert heard.count("Own") == 3
+    assert heard.count("RankFiles") == 3
     assert heard.count("Box") == 3 * 4
     assert got == [0, 10, 20]
     assert told == 2 * ["rank 0 failed: IndexError: list index out of range"]

@@ -40,7 +40,7 @@ def test_good_ones_load(kind: str) -> None:
         ("truncated_weights", r"model\.safetensors has \d+ bytes; \d+ were committed"),
         ("missing_rng", r"rank_00000\.safetensors is missing"),
         ("manifest_leads_out", r"files\[\d+\]\.path = .* must stay in the checkpoint"),
-        ("uncommitted", r"is no checkpoint"),
+        ("uncommitted", r"is not a checkpoint"),
         ("later_version", r"format_version = 2, but this parallel-ckpt reads up to 1"),
     ],
 )

@@ -3,7 +3,7 @@
 <run>/run.lock
 <run>/checkpoints/
     000500/
-        manifest.json              written last: without it the folder is no checkpoint
+        manifest.json              written last: without it the folder is not a checkpoint
         pretrained_model/          config.json, train_config.json, model.safetensors or dcp/, ...
         training_state/            training_step.json, optimizer/, optimizer.json,
                                    scheduler.json, data.json, rng/rank_00000.safetensors, ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from parallel_ckpt.state.shards import Shard
 
 if TYPE_CHECKING:
+    from parallel_ckpt.save.rank_files import Share
     from parallel_ckpt.save.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -36,31 +37,33 @@ class Background(Generic[T]):
     def _run(self, act: Callable[[], T]) -> None:
         try:
             self._outcome.append(act())
-        except BaseException as error:  # torch's own checkpoint errors are no `Exception`
+        except BaseException as error:  # torch's own checkpoint errors are not `Exception`s
             self._error = error
 
 
 class Staging:
-    """Host buffers that are filled by every save anew; filled only while no save is in flight."""
+    """Host buffers that each save fills anew. They are filled only while no save is in flight."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def copy(self, snapshot: Snapshot, needed: tuple[set[str], set[str]]) -> Snapshot:
-        """The snapshot with its needed boxes in our buffers; the others keep only their shape."""
-        weights, optimizer = needed
+    def copy(self, snapshot: Snapshot, share: Share) -> Snapshot:
+        """The snapshot with this rank's share in our buffers; other boxes keep only their shape."""
         staged = replace(
             snapshot,
-            weights=self._copy("weights", snapshot.weights, weights),
-            optimizer=self._copy("optimizer", snapshot.optimizer, optimizer),
+            weights=self._copy("weights", snapshot.weights, share.weights),
+            optimizer=self._copy("optimizer", snapshot.optimizer, share.optimizer),
         )
-        # Asking for the stream of a device that holds nothing of ours would start CUDA on it.
+        # The copies are under way; training may change the tensors as soon as we return. Asking
+        # for the stream of a device that holds nothing of ours would start CUDA on it.
         shards = (*snapshot.weights.values(), *snapshot.optimizer.values())
         for device in {shard.local.device for shard in shards if shard.local.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return staged
 
-    def _copy(self, prefix: str, shards: Mapping[str, Shard], needed: set[str]) -> dict[str, Shard]:
+    def _copy(
+        self, prefix: str, shards: Mapping[str, Shard], needed: Collection[str]
+    ) -> dict[str, Shard]:
         return {
             name: shard.with_local(
                 self._fill(f"{prefix}/{name}", shard.local)

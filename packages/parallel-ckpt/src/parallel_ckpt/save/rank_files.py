@@ -11,77 +11,94 @@ from parallel_ckpt.layout import DCP, PRETRAINED_MODEL, TRAINING_STATE, StepFold
 from parallel_ckpt.ranks import Ranks
 from parallel_ckpt.save import dcp as dcp_writer
 from parallel_ckpt.save.snapshot import Snapshot
-from parallel_ckpt.state.shards import Shard, owners
+from parallel_ckpt.state.shards import owned
 from parallel_ckpt.store.manifest import FileRecord
 from parallel_config import CheckpointFormat
 
 
 @dataclass(frozen=True)
-class Own:
-    """What one rank wrote by itself."""
+class Share:
+    """Names of the tensors whose boxes this rank writes or sends; decided once per save."""
+
+    weights: frozenset[str]
+    optimizer: frozenset[str]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat) -> Share:
+        """The share of this rank. No collective: every rank comes to the same division."""
+        # The main rank writes safetensors alone, so spreading their boxes would only make it
+        # receive more of them. DCP and the optimizer are written by all ranks at once.
+        spread = not form.has_safetensors
+        return cls(
+            owned(snapshot.weights, ranks.rank, ranks.world_size, spread=spread),
+            owned(snapshot.optimizer, ranks.rank, ranks.world_size, spread=True),
+        )
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files that one rank wrote by itself, and its parts of the two DCP folders."""
 
     records: list[FileRecord]
     optimizer: dcp_writer.Part
     weights: dcp_writer.Part | None
 
 
-def needed(snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat) -> tuple[set[str], set[str]]:
-    """Names of weights and of optimizer tensors that this rank will write or send."""
-
-    def mine(shards: Mapping[str, Shard], spread: bool) -> set[str]:
-        chosen = owners(shards, ranks.world_size, spread=spread)
-        return {name for name, owner in chosen.items() if owner == ranks.rank}
-
-    return mine(snapshot.weights, not form.has_safetensors), mine(snapshot.optimizer, True)
-
-
-def write_own(folder: StepFolder, snapshot: Snapshot, ranks: Ranks, form: CheckpointFormat) -> Own:
-    """Write and flush what this rank writes by itself: random states and its shards."""
-    weights, optimizer = needed(snapshot, ranks, form)
-    rng = folder.rng(ranks.rank)
-    with hashed_file(rng, flush=False) as file:
-        file.write(snapshot.rng)
-    relative = rng.relative_to(folder.path).as_posix()
-    records = [FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)]
-    part = dcp_writer.write_part(
-        folder.optimizer, {name: snapshot.optimizer[name] for name in optimizer}, ranks.rank
-    )
-    records += dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", part.files)
+def write_rank_files(
+    folder: StepFolder, snapshot: Snapshot, share: Share, rank: int, form: CheckpointFormat
+) -> RankFiles:
+    """Write and flush what this rank writes by itself: its random states and its boxes."""
+    record = _write(folder, folder.rng(rank), snapshot.rng)
+    optimizer = {name: snapshot.optimizer[name] for name in share.optimizer}
+    part = dcp_writer.write_part(folder.optimizer, optimizer, rank)
+    records = [record, *_optimizer_records(folder, part.files)]
     model = None
     if form.has_dcp:
-        model = dcp_writer.write_part(
-            folder.dcp, {name: snapshot.weights[name] for name in weights}, ranks.rank
-        )
-        records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", model.files)
-    flush_files(paths(folder, records))
-    return Own(records, part, model)
+        weights = {name: snapshot.weights[name] for name in share.weights}
+        model = dcp_writer.write_part(folder.dcp, weights, rank)
+        records += _weights_records(model.files)
+    # Each rank flushes what it wrote: the main rank cannot flush the page cache of another host.
+    flush_files(paths_of(folder, records))
+    return RankFiles(records, part, model)
 
 
-def paths(folder: StepFolder, records: Sequence[FileRecord]) -> list[Path]:
+def paths_of(folder: StepFolder, records: Sequence[FileRecord]) -> list[Path]:
     """Where the files of records lie."""
     return [folder.path / record.path for record in records]
 
 
-def finish_dcp(folder: StepFolder, own: list[Own]) -> list[FileRecord]:
-    """Write the metadata of what all ranks wrote; the caller flushes."""
-    files = dcp_writer.finish(folder.optimizer, [part.optimizer for part in own])
-    records = dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", files)
-    models = [part.weights for part in own if part.weights is not None]
+def finish_dcp(folder: StepFolder, files: Sequence[RankFiles]) -> list[FileRecord]:
+    """Write the metadata of the DCP folders that all ranks wrote; the caller flushes it."""
+    written = dcp_writer.finish(folder.optimizer, [of_rank.optimizer for of_rank in files])
+    records = _optimizer_records(folder, written)
+    models = [of_rank.weights for of_rank in files if of_rank.weights is not None]
     if models:
-        files = dcp_writer.finish(folder.dcp, models)
-        records += dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", files)
+        records += _weights_records(dcp_writer.finish(folder.dcp, models))
     return records
 
 
 def write_documents(folder: StepFolder, documents: Mapping[str, bytes]) -> list[FileRecord]:
-    """Write the files that exist once; the caller flushes."""
+    """Write the files that exist once; the caller flushes them."""
     records = []
     for relative, content in documents.items():
         path = folder.path / relative
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hashed_file(path, flush=False) as file:
-            file.write(content)
-        records.append(
-            FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)
-        )
+        records.append(_write(folder, path, content))
     return records
+
+
+def _write(folder: StepFolder, path: Path, content: bytes) -> FileRecord:
+    with hashed_file(path, flush=False) as file:
+        file.write(content)
+    relative = path.relative_to(folder.path).as_posix()
+    return FileRecord(path=relative, size_bytes=file.size_bytes, checksum=file.checksum)
+
+
+def _optimizer_records(
+    folder: StepFolder, files: Mapping[str, tuple[int, str]]
+) -> list[FileRecord]:
+    return dcp_writer.file_records(f"{TRAINING_STATE}/{folder.optimizer.name}", files)
+
+
+def _weights_records(files: Mapping[str, tuple[int, str]]) -> list[FileRecord]:
+    return dcp_writer.file_records(f"{PRETRAINED_MODEL}/{DCP}", files)

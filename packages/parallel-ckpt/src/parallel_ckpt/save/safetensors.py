@@ -1,4 +1,4 @@
-"""Weights of a sharded model to safetensors files: box by box, nobody ever holds the model.
+"""Weights of a sharded model to safetensors files, box by box: no rank ever holds the model.
 
 The main rank writes each file in order of its bytes. Boxes of other ranks are received one at a
 time in that order; a tensor that is cut along a dim other than 0 is put together first, alone.
@@ -6,7 +6,7 @@ time in that order; a tensor that is cut along a dim other than 0 is put togethe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from parallel_ckpt.formats.safetensors import Form, header_bytes, index_bytes, p
 from parallel_ckpt.layout import SAFETENSORS_INDEX
 from parallel_ckpt.ranks import MAIN, Ranks, all_ranks
 from parallel_ckpt.state.model import model_shards
-from parallel_ckpt.state.shards import Shard, owners
+from parallel_ckpt.state.shards import Shard, owned
 from parallel_ckpt.state.torch_dtypes import safetensors_name
 
 Files = dict[str, tuple[int, str]]
@@ -43,15 +43,22 @@ def save_weights(model: nn.Module, folder: Path, *, max_shard_bytes: int = 5 * 1
     ranks = all_ranks("save_weights")
     shards = ranks.together(lambda: model_shards(model))
     ranks.from_main(lambda: folder.mkdir(parents=True, exist_ok=True))
-    return write_safetensors(folder, shards, ranks, max_shard_bytes)
+    own = owned(shards, ranks.rank, ranks.world_size, spread=False)
+    return write_safetensors(folder, shards, own, ranks, max_shard_bytes)
 
 
 def write_safetensors(
-    folder: Path, shards: Mapping[str, Shard], ranks: Ranks, max_shard_bytes: int
+    folder: Path,
+    shards: Mapping[str, Shard],
+    own: Collection[str],
+    ranks: Ranks,
+    max_shard_bytes: int,
 ) -> Files:
-    """Collective: every rank. As `save_weights`, of shards, into a folder that exists."""
-    chosen = owners(shards, ranks.world_size, spread=False)
-    mine = {name: shards[name].box for name, owner in chosen.items() if owner == ranks.rank}
+    """Collective: every rank. As `save_weights`, of shards, into a folder that exists.
+
+    `own` names the boxes that this rank writes or sends.
+    """
+    mine = {name: shards[name].box for name in own}
     boxes = _by_tensor(ranks.gather(mine))
     forms = ranks.together(lambda: _forms(shards))
     names = pack(forms, max_shard_bytes)

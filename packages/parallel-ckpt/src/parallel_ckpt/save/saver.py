@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.hashing import hash_bytes
@@ -23,10 +24,17 @@ from parallel_ckpt.layout import (
 from parallel_ckpt.ranks import DEADLINE_S, Ranks
 from parallel_ckpt.save import dcp as dcp_writer
 from parallel_ckpt.save.background import Background, Staging
-from parallel_ckpt.save.rank_files import Own, finish_dcp, needed, paths, write_documents, write_own
+from parallel_ckpt.save.rank_files import (
+    RankFiles,
+    Share,
+    finish_dcp,
+    paths_of,
+    write_documents,
+    write_rank_files,
+)
 from parallel_ckpt.save.safetensors import write_safetensors
 from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot
-from parallel_ckpt.state.optimizer import inner_scheduler
+from parallel_ckpt.state.optimizer import Stateful, inner_scheduler
 from parallel_ckpt.state.shards import signature
 from parallel_ckpt.store.commit import abandon, begin, commit, delete, read_last, reason
 from parallel_ckpt.store.lock import RunLock
@@ -47,7 +55,7 @@ class CheckpointSaver:
         topology: Topology,
         config: CheckpointConfig | None = None,
         checkpoint_format: CheckpointFormat = CheckpointFormat.SAFETENSORS,
-        provenance: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, object] | None = None,
         on_note: Callable[[str], None] = print,
         on_commit: Callable[[Path], None] | None = None,
         deadline_s: float = DEADLINE_S,
@@ -99,9 +107,9 @@ class CheckpointSaver:
         step: SupportsIndex,
         samples_seen: SupportsIndex,
         model: nn.Module,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        data_state: Any = None,
+        optimizer: Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        data_state: object = None,
         train_config: str | None = None,
         model_files: Mapping[str, str | bytes] | None = None,
     ) -> Path:
@@ -116,7 +124,7 @@ class CheckpointSaver:
                 checkpoint then, the former ones and `last` are untouched. Once it is committed,
                 only notes tell of what failed (`last`, `on_commit`, deleting old ones).
         """
-        self.wait()
+        self.wait()  # the buffers and the main rank's counters belong to one save at a time
         self._ranks.enter("CheckpointSaver.save")
         snapshot = self._agreed_snapshot(
             step=step,
@@ -128,10 +136,13 @@ class CheckpointSaver:
             train_config=train_config,
             model_files=model_files or {},
         )
+        share = Share.of(snapshot, self._ranks, self._format)
         if not self._config.async_save:
-            return self._write(snapshot, self._ranks)
-        staged = self._stage(snapshot)
-        self._pending = Background(lambda: self._write(staged, self._background_ranks))
+            return self._write(snapshot, share, self._ranks)
+        staged = self._ranks.together(lambda: self._staging.copy(snapshot, share))
+        # A group of its own: the next call of this thread may meet the other ranks while the
+        # background thread still does.
+        self._pending = Background(lambda: self._write(staged, share, self._background_ranks))
         return self._run.step(snapshot.step).path
 
     def wait(self) -> None:
@@ -202,19 +213,17 @@ class CheckpointSaver:
             )
         return taken[0]
 
-    def _stage(self, snapshot: Snapshot) -> Snapshot:
-        """Copy what this rank will write into memory that nothing else touches."""
-        names = needed(snapshot, self._ranks, self._format)
-        return self._ranks.together(lambda: self._staging.copy(snapshot, names))
-
-    def _write(self, snapshot: Snapshot, ranks: Ranks) -> Path:
-        """Write, flush, agree, commit."""
+    def _write(self, snapshot: Snapshot, share: Share, ranks: Ranks) -> Path:
+        """Write, flush, agree, commit: the main rank commits after every rank has flushed."""
         folder = StepFolder(Path(ranks.from_main(lambda: str(self._begin(snapshot.step)))))
         try:
-            own = ranks.together_for_main(lambda: write_own(folder, snapshot, ranks, self._format))
-            weights = self._write_safetensors(folder, snapshot, ranks)
-            path = ranks.from_main(lambda: str(self._conclude(folder, snapshot, own, weights)))
+            files = ranks.together_for_main(
+                lambda: write_rank_files(folder, snapshot, share, ranks.rank, self._format)
+            )
+            weights = self._write_safetensors(folder, snapshot, share, ranks)
+            path = ranks.from_main(lambda: str(self._conclude(folder, snapshot, files, weights)))
         except BaseException:
+            # After an agreement that failed, no rank writes into the folder any more.
             if ranks.is_main:
                 abandon(folder)
             raise
@@ -226,21 +235,27 @@ class CheckpointSaver:
         return begin(self._run, step).path
 
     def _write_safetensors(
-        self, folder: StepFolder, snapshot: Snapshot, ranks: Ranks
+        self, folder: StepFolder, snapshot: Snapshot, share: Share, ranks: Ranks
     ) -> list[FileRecord]:
         if not self._format.has_safetensors:
             return []
         limit = parse_size(self._config.max_shard_size)
-        files = write_safetensors(folder.pretrained_model, snapshot.weights, ranks, limit)
+        files = write_safetensors(
+            folder.pretrained_model, snapshot.weights, share.weights, ranks, limit
+        )
         return dcp_writer.file_records(PRETRAINED_MODEL, files)
 
     def _conclude(
-        self, folder: StepFolder, snapshot: Snapshot, own: list[Own], weights: list[FileRecord]
+        self,
+        folder: StepFolder,
+        snapshot: Snapshot,
+        files: list[RankFiles],
+        weights: list[FileRecord],
     ) -> Path:
         """Main rank: write what exists once and commit."""
-        late = finish_dcp(folder, own) + write_documents(folder, snapshot.documents)
-        early = [record for part in own for record in part.records] + weights
-        return self._commit(folder, snapshot, early + late, paths(folder, late))
+        late = finish_dcp(folder, files) + write_documents(folder, snapshot.documents)
+        early = [record for of_rank in files for record in of_rank.records] + weights
+        return self._commit(folder, snapshot, early + late, paths_of(folder, late))
 
     def _commit(
         self,
@@ -250,8 +265,11 @@ class CheckpointSaver:
         unflushed: list[Path],
     ) -> Path:
         assert self._lock is not None
+        # Once more, as late as possible: this process may have been stopped for long, and the new
+        # holder of the lock would lose its checkpoint to ours.
         self._lock.check()
-        self._sequence += 1  # a number that might have been committed is never given again
+        # Before the commit: a number that might have been committed is never given again.
+        self._sequence += 1
         manifest = Manifest(
             step=snapshot.step,
             samples_seen=snapshot.samples_seen,
@@ -267,6 +285,7 @@ class CheckpointSaver:
         notes = commit(self._run, folder, manifest, unflushed)
         self._sequences[manifest.step] = manifest.sequence
         # From here on the checkpoint exists: nothing may make it look as if the save had failed.
+        # Announced first: retention may delete what the listener is about to read or link.
         notes += [*self._announce(path), *self._retire(snapshot.step)]
         with contextlib.suppress(Exception):
             for note in notes:
@@ -310,7 +329,7 @@ class CheckpointSaver:
 
 def _sequences(run: RunFolder) -> dict[int, int]:
     found = {step: sequence_of(run.step(step)) for step in run.committed_steps()}
-    # A damaged one is reported by whoever wants to load it.
+    # A damaged manifest is reported by the call that wants to load it.
     return {step: sequence for step, sequence in found.items() if sequence is not None}
 
 

@@ -6,12 +6,13 @@ import contextlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 import torch
 from safetensors.torch import save as safetensors_bytes
 from torch import nn
+from torch.optim import Optimizer
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.checked_json import is_count
@@ -22,8 +23,8 @@ from parallel_ckpt.layout import (
     TRAINING_STATE,
     belongs_to_weights,
 )
-from parallel_ckpt.state.model import model_shards
-from parallel_ckpt.state.optimizer import OptimizerState, collect
+from parallel_ckpt.state.model import named_tensors, shards_of
+from parallel_ckpt.state.optimizer import OptimizerState, Stateful, collect
 from parallel_ckpt.state.plain_json import dump_json
 from parallel_ckpt.state.rng import RngState
 from parallel_ckpt.state.shards import Shard
@@ -49,21 +50,24 @@ def take_snapshot(
     step: SupportsIndex,
     samples_seen: SupportsIndex,
     model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    data_state: Any,
+    optimizer: Optimizer | None,
+    scheduler: Stateful | None,
+    data_state: object,
     files: Mapping[str, bytes],
 ) -> Snapshot:
-    """Look at model, optimizer and random streams; no collective, no tensor is copied.
+    """Look at model, optimizer and random streams. No collective, and no tensor is copied.
 
     Raises:
         CheckpointError: something could only be pickled, or has no place in the model, or `step`
-            or `samples_seen` is no count.
+            or `samples_seen` is not a count.
     """
+    # One walk over the model: it reshards gathered units, whose parameters are other objects.
+    tensors = named_tensors(model)
     at, seen = count(step, "step"), count(samples_seen, "samples_seen")
     state = OptimizerState({}, {"groups": [], "state": {}, "scaler": None})
     if optimizer is not None:
-        state = collect(model, optimizer)
+        parameters = (item for item in tensors.items() if isinstance(item[1], nn.Parameter))
+        state = collect({tensor: name for name, tensor in parameters}, optimizer)
     facts = {"step": at, "samples_seen": seen, "seed": torch.initial_seed()}
     scheduler_state = None if scheduler is None else scheduler.state_dict()
     documents = {
@@ -75,18 +79,18 @@ def take_snapshot(
     return Snapshot(
         step=at,
         samples_seen=seen,
-        weights=model_shards(model),
+        weights=shards_of(tensors),
         optimizer=state.shards,
         documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
         rng=safetensors_bytes(dict(RngState.capture().tensors)),
     )
 
 
-def count(value: Any, name: str) -> int:
+def count(value: SupportsIndex, name: str) -> int:
     """An integer of any library as one of python's.
 
     Raises:
-        CheckpointError: it is none, or is negative, or has no place in a manifest.
+        CheckpointError: it is not an integer, is negative, or is too large for a manifest.
     """
     number = -1
     with contextlib.suppress(TypeError):
@@ -108,7 +112,10 @@ def checked_files(
     given = dict(model_files) | ({} if train_config is None else {TRAIN_CONFIG: train_config})
     for name, content in given.items():
         if not is_safe_path(name) or belongs_to_weights(name) or name.split("/")[0] == DCP:
-            raise CheckpointError.of("model_files", f"names {name!r}, which is no name to give.")
+            raise CheckpointError.of(
+                "model_files",
+                f"names {name!r}, which is one of our own names, or leads out of the folder.",
+            )
         files[f"{PRETRAINED_MODEL}/{name}"] = (
             content.encode() if isinstance(content, str) else bytes(content)
         )

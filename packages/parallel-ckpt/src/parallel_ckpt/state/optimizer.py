@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -35,13 +35,23 @@ class OptimizerState:
     and its plain values."""
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+class Stateful(Protocol):
+    """What a scheduler is to a checkpoint: torch's own, accelerate's, or one of the user's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, nested in dicts and lists."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Inverse of `state_dict`."""
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """The torch optimizer inside accelerate's wrapper, or what was given."""
     found = getattr(optimizer, "optimizer", None)
     return found if isinstance(found, Optimizer) else optimizer
 
 
-def inner_scheduler(scheduler: Any) -> Any:
+def inner_scheduler(scheduler: Stateful | None) -> Any:
     """The torch scheduler inside accelerate's wrapper, or what was given."""
     found = getattr(scheduler, "scheduler", None)
     return found if hasattr(found, "load_state_dict") else scheduler
@@ -52,17 +62,17 @@ def tensor_key(fqn: str, name: str) -> str:
     return f"state.{fqn}.{name}"
 
 
-def collect(model: nn.Module, wrapped: Any) -> OptimizerState:
-    """The optimizer's state by FQN; no collective, nothing is copied, nothing is changed.
+def collect(names: Mapping[torch.Tensor, str], wrapped: Optimizer) -> OptimizerState:
+    """The optimizer's state by FQN. No collective; nothing is copied, nothing is changed.
 
-    `wrapped` may be accelerate's wrapper, whose fp16 loss scaler is then kept as well.
+    `names` are those of the model's parameters. `wrapped` may be accelerate's wrapper, whose fp16
+    loss scaler is then kept as well.
 
     Raises:
         CheckpointError: a parameter is not the model's, or a value could only be pickled.
     """
     optimizer = inner_optimizer(wrapped)
     scaler = getattr(wrapped, "scaler", None)
-    names = parameter_names(model)
     shards: dict[str, Shard] = {}
     state: dict[str, Any] = {}
     groups = [_group(group, i, names) for i, group in enumerate(optimizer.param_groups)]
@@ -70,13 +80,17 @@ def collect(model: nn.Module, wrapped: Any) -> OptimizerState:
         if parameter not in names:
             raise _foreign(parameter, "state")
         fqn = names[parameter]
-        tensors = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
-        values = {k: v for k, v in entries.items() if not isinstance(v, torch.Tensor)}
-        state[fqn] = {"tensors": sorted(tensors), "values": values}
-        for name, tensor in tensors.items():
+        tensors: list[str] = []
+        values: dict[str, Any] = {}
+        for name, value in entries.items():
+            if not isinstance(value, torch.Tensor):
+                values[name] = value
+                continue
             key = tensor_key(fqn, name)
-            _refuse_local_state(parameter, tensor, key)
-            shards[key] = shard_of(tensor, key)
+            _refuse_local_state(parameter, value, key)
+            shards[key] = shard_of(value, key)
+            tensors.append(name)
+        state[fqn] = {"tensors": sorted(tensors), "values": values}
     scaler_state = None if scaler is None else scaler.state_dict()
     return OptimizerState(shards, {"groups": groups, "state": state, "scaler": scaler_state})
 

@@ -18,11 +18,11 @@ from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
 _TAGS = ("$tuple", "$items", "$counter", "$float", "$scalar")
 
 
-def dump_json(value: Any, where: str) -> bytes:
+def dump_json(value: object, where: str) -> bytes:
     """The stored text of `value`.
 
     Raises:
-        CheckpointError: something in it is no plain value; the message names where it sits.
+        CheckpointError: something in it is not a plain value; the message says where.
     """
     encoded = encode(value, where)
     return (json.dumps(encoded, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -37,10 +37,10 @@ def load_json(text: bytes, where: str) -> Any:
     try:
         return decode(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint.of(where, f"is no document of ours: {error}.") from error
+        raise DamagedCheckpoint.of(where, f"was not written by parallel-ckpt: {error}.") from error
 
 
-def encode(value: Any, where: str) -> Any:
+def encode(value: object, where: str) -> Any:
     """`value` in terms of JSON; see `dump_json`."""
     if value is None or isinstance(value, bool | str):
         return value
@@ -95,7 +95,7 @@ def _decode_tagged(tag: str, value: Any) -> Any:
     if tag == "$scalar":
         dtype = getattr(torch, value[0])
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{value[0]!r} is no dtype")
+            raise ValueError(f"{value[0]!r} is not a dtype")
         return torch.tensor(decode(value[1]), dtype=dtype)
     items = {decode(key): decode(item) for key, item in value}
     return Counter(items) if tag == "$counter" else items

@@ -51,7 +51,7 @@ class RngState:
         try:
             self._restore()
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
-            raise DamagedCheckpoint.of("rng", f"holds no random state: {error}.") from error
+            raise DamagedCheckpoint.of("rng", f"is not a random state: {error}.") from error
 
     def _restore(self) -> None:
         gauss = self.tensors["python.gauss"].tolist()

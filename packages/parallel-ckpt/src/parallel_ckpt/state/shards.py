@@ -115,6 +115,14 @@ def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dic
     return chosen
 
 
+def owned(
+    shards: Mapping[str, Shard], rank: int, world_size: int, *, spread: bool
+) -> frozenset[str]:
+    """Names of the boxes that this rank writes; see `owners`."""
+    chosen = owners(shards, world_size, spread=spread)
+    return frozenset(name for name, owner in chosen.items() if owner == rank)
+
+
 def signature(shards: Mapping[str, Shard]) -> list[tuple[str, tuple[int, ...], str]]:
     """Names, global shapes and dtypes: what must be the same on every rank."""
     return sorted((name, shard.shape, str(shard.local.dtype)) for name, shard in shards.items())

@@ -18,7 +18,7 @@ def safetensors_name(dtype: torch.dtype, where: str) -> str:
     """How safetensors calls a dtype.
 
     Raises:
-        CheckpointError: it has no such dtype; `where` is the tensor's name.
+        CheckpointError: safetensors does not have this dtype; `where` is the tensor's name.
     """
     name = SAFETENSORS_NAMES.get(dtype)
     if name is None:

@@ -30,7 +30,7 @@ class Contents:
         """Those of a committed checkpoint.
 
         Raises:
-            CheckpointNotFound: the folder is no checkpoint.
+            CheckpointNotFound: the folder is not a checkpoint.
             DamagedCheckpoint: its manifest cannot be read.
         """
         return cls(folder, read_manifest(folder))

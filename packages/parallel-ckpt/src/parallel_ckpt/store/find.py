@@ -43,7 +43,7 @@ def resolve_checkpoint(path: str | Path) -> Path:
         return found.path.resolve()
     raise CheckpointNotFound.of(
         path,
-        f"is no checkpoint: neither {given / MANIFEST} nor a committed step in "
+        f"is not a checkpoint: neither {given / MANIFEST} nor a committed step in "
         f"{given / CHECKPOINTS} exists.",
         "Give a step folder, its pretrained_model, a run folder, or its checkpoints/last.",
     )

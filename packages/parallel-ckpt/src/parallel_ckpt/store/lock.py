@@ -1,8 +1,8 @@
 """`run.lock`: a run folder has one writer.
 
-The holder touches the file every few seconds. A lock whose process is known to be gone, or that
-nobody has touched for long, is taken over with a line; a fresh one is refused, because two writers
-would remove each other's saves as leftovers.
+The holder touches the file every few seconds. A lock is taken over, with a note, when its process
+is known to have ended or when it was not touched for long. A fresh lock is refused, because two
+writers would remove each other's saves as leftovers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel_ckpt.errors import CheckpointError
 BEAT_S = 5.0
 """Seconds between two touches by the holder."""
 STALE_S = 60.0
-"""A lock untouched for this long has no holder: a dozen beats were missed."""
+"""A lock that was not touched for this long is free: its holder missed a dozen beats."""
 MAX_LOCK_BYTES = 1 << 16
 
 
@@ -89,6 +89,8 @@ class RunLock:
         Raises:
             CheckpointError: its holder is alive.
         """
+        # A loop: between looking at a dead lock and taking it away another process may do the same.
+        # Creation is the only step that decides, and it succeeds for one process alone.
         mine, notes = Holder.here(), []
         path.parent.mkdir(parents=True, exist_ok=True)
         while not _create(path, mine):
@@ -96,6 +98,7 @@ class RunLock:
             _refuse_if_alive(path, found, stale_s)
             if _take_away(path, found):
                 notes.append(f"{path}: taken over; {found or 'its holder'} is gone.")
+        # What processes left that died while they tried.
         for leftover in path.parent.glob(f".{path.name}.*"):
             leftover.unlink(missing_ok=True)
         return cls(path, mine, beat_s), notes
@@ -113,7 +116,7 @@ class RunLock:
             OSError: it cannot be read.
         """
         if not self.is_held:
-            self.path.read_bytes()  # what may not be read was not taken over for all we know
+            self.path.read_bytes()  # a lock that cannot be read may still be ours: say that instead
             raise CheckpointError.of(
                 self.path,
                 f"was taken over by {read_holder(self.path) or 'another process'}.",
@@ -122,6 +125,7 @@ class RunLock:
 
     def release(self) -> None:
         """Stop touching the lock and remove it, if it is still ours."""
+        # First the thread: a touch after the removal would meet the lock of the next holder.
         self._stop.set()
         self._thread.join()
         if self.is_held:
@@ -137,7 +141,7 @@ class RunLock:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """Who holds the lock; None when there is none, or it says nothing readable."""
+    """Who holds the lock; None when it does not exist or cannot be read."""
     try:
         if path.stat().st_size > MAX_LOCK_BYTES:
             return None
@@ -156,6 +160,8 @@ def read_holder(path: Path) -> Holder | None:
 
 def _create(path: Path, holder: Holder) -> bool:
     """Create the lock unless there is one; complete from the first moment that others see it."""
+    # Written under another name and linked: creating the lock and then writing it would show
+    # others an empty lock for a moment, and linking fails when the name is taken.
     spare = path.with_name(f".{path.name}.{holder.token}")
     spare.write_text(json.dumps(asdict(holder)) + "\n", encoding="utf-8")
     try:
@@ -179,10 +185,12 @@ def _create_without_links(path: Path, holder: Holder) -> bool:
 
 
 def _refuse_if_alive(path: Path, found: Holder | None, stale_s: float) -> None:
-    """Return when the lock has no living holder; wait while that is not yet known."""
+    """Return when the lock's holder is gone, raise when it lives; wait while neither is known."""
     if found is not None and found.is_gone:
         return
     is_alive = found is not None and found.is_local
+    # A process that we can see is known to live. Of any other only a touch tells: we wait for one
+    # until the lock counts as stale.
     first = _touched(path)
     while first is not None and _now(path) - first <= stale_s:
         if is_alive or _touched(path) not in (first, None):
@@ -197,7 +205,9 @@ def _refuse_if_alive(path: Path, found: Holder | None, stale_s: float) -> None:
 
 
 def _take_away(path: Path, expected: Holder | None) -> bool:
-    """Remove a dead lock; False when somebody else was faster."""
+    """Remove a dead lock; False when another process was faster."""
+    # Moved aside first and looked at then: removing it by its name could remove the lock that
+    # another process has created in the meantime.
     grave = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         os.rename(path, grave)
@@ -207,7 +217,7 @@ def _take_away(path: Path, expected: Holder | None) -> bool:
         grave.unlink(missing_ok=True)
         return True
     with contextlib.suppress(OSError):
-        # A live lock was created between our look and our move: give it back.
+        # That is what happened: give the live lock back.
         os.link(grave, path)
     grave.unlink(missing_ok=True)
     return False
@@ -245,7 +255,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str:
-    """Start time of a process in kernel ticks; empty when there is no such process."""
+    """Start time of a process in kernel ticks; empty when the process does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -46,7 +46,7 @@ class Manifest:
     """UTC, ISO 8601."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python and of the packages that wrote it."""
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, object] = field(default_factory=dict)
     """What the writer wanted remembered: declared degrees, environment that won over the config."""
 
     @property
@@ -64,14 +64,14 @@ def read_manifest(folder: StepFolder) -> Manifest:
     """Read and check the manifest of a checkpoint; nothing in it can name a file outside.
 
     Raises:
-        CheckpointNotFound: the folder has no manifest, so it is no checkpoint.
-        DamagedCheckpoint: the manifest is no such document; the message names the field.
+        CheckpointNotFound: the folder has no manifest, so it is not a checkpoint.
+        DamagedCheckpoint: the file is not a manifest; the message names the field.
     """
     path = folder.manifest
     if not path.is_file():
         raise CheckpointNotFound.of(
             folder.path,
-            f"holds no {path.name}, so no checkpoint was ever committed there.",
+            f"does not contain {path.name}, so a checkpoint was never committed there.",
             "Give a step folder of a run, the run folder, or its checkpoints/last.",
         )
     if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -158,11 +158,11 @@ def _problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     yield from _topology_problems(document["topology"])
     for name in ("versions", "provenance"):
         if not isinstance(document[name], dict):
-            yield Problem(name, "is no JSON object.")
+            yield Problem(name, "is not a JSON object.")
     yield from _file_problems(document["files"])
 
 
-_SCALARS: Mapping[str, tuple[str, Any]] = {
+_SCALARS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     "format_version": (f"{FORMAT_VERSION}", lambda value: type(value) is int and value == 1),
     "step": ("a count", is_count),
     "samples_seen": ("a count", is_count),
@@ -176,26 +176,26 @@ _SCALARS: Mapping[str, tuple[str, Any]] = {
 }
 
 
-def _topology_problems(topology: Any) -> Iterator[Problem]:
+def _topology_problems(topology: object) -> Iterator[Problem]:
     names = {"dp_replicate", "dp_shard"}
     if not isinstance(topology, dict) or topology.keys() != names:
-        yield Problem("topology", "holds dp_replicate and dp_shard and nothing else.")
+        yield Problem("topology", "must contain dp_replicate and dp_shard and nothing else.")
         return
     for name in sorted(names):
         if not is_count(topology[name]) or topology[name] < 1:
             yield Problem(f"topology.{name}", f"= {_show(topology[name])}, but it is at least 1.")
 
 
-def _file_problems(files: Any) -> Iterator[Problem]:
+def _file_problems(files: object) -> Iterator[Problem]:
     if not isinstance(files, list):
-        yield Problem("files", "is no list.")
+        yield Problem("files", "is not a list.")
         return
     seen: set[str] = set()
     for index, record in enumerate(files):
         where = f"files[{index}]"
         names = {"path", "size_bytes", "checksum"}
         if not isinstance(record, dict) or record.keys() != names:
-            yield Problem(where, "holds path, size_bytes and checksum and nothing else.")
+            yield Problem(where, "must contain path, size_bytes and checksum and nothing else.")
             continue
         path, checksum = record["path"], record["checksum"]
         if not isinstance(path, str) or not is_safe_path(path):
@@ -205,11 +205,11 @@ def _file_problems(files: Any) -> Iterator[Problem]:
         else:
             seen.add(path)
         if not is_count(record["size_bytes"]):
-            yield Problem(f"{where}.size_bytes", f"= {_show(record['size_bytes'])} is no count.")
+            yield Problem(f"{where}.size_bytes", f"= {_show(record['size_bytes'])} is not a count.")
         if not isinstance(checksum, str) or not _CHECKSUM.fullmatch(checksum):
-            yield Problem(f"{where}.checksum", f"= {_show(checksum)} is no {HASH_NAME} digest.")
+            yield Problem(f"{where}.checksum", f"= {_show(checksum)} is not an {HASH_NAME} digest.")
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
