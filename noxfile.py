@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import nox
+from nox.virtualenv import UV
 
 nox.needs_version = ">=2025.5"
 nox.options.default_venv_backend = "uv"
@@ -40,18 +42,28 @@ TWO_AT_ONCE = ("-q", "-n", "2", "--dist", "loadfile")
 nox.options.sessions = ["lint", "types", "build", "tests", "product", "cpu4", "docs"]
 
 
+WORKSPACE = ROOT / ".nox" / "workspace"
+"""One environment for every session that works on the whole tree: made once, compiled once."""
+
+_done: set[str] = set()
+
+
 def _workspace(session: nox.Session) -> None:
-    """Install the locked workspace, all packages editable, into the session's environment."""
-    session.run_install(
-        "uv",
-        "sync",
-        "--quiet",
-        "--locked",
-        "--all-packages",
-        "--all-groups",
-        "--all-extras",
-        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
-    )
+    """Install the locked workspace, all packages editable, into the shared environment."""
+    if "workspace" in _done:
+        return
+    options = ["--quiet", "--locked", "--all-packages", "--all-groups", "--all-extras"]
+    env = {"UV_PROJECT_ENVIRONMENT": str(WORKSPACE)}
+    session.run_install(UV, "sync", *options, env=env, external=True)
+    _done.add("workspace")
+
+
+def _run(session: nox.Session, tool: str, *arguments: str, **options: Any) -> Any:
+    """Run a tool of the shared environment, as if that environment were active."""
+    path = os.pathsep.join([str(WORKSPACE / "bin"), os.environ.get("PATH", "")])
+    env = {**options.pop("env", {}), "PATH": path, "VIRTUAL_ENV": str(WORKSPACE)}
+    command = str(WORKSPACE / "bin" / tool)
+    return session.run(command, *arguments, env=env, external=True, **options)
 
 
 def _constraints(session: nox.Session) -> Path:
@@ -74,31 +86,28 @@ def _constraints(session: nox.Session) -> Path:
     return path
 
 
-_built: list[str] = []
-
-
 def _wheels(session: nox.Session) -> None:
     """Build every wheel into dist/, once per run of nox: earlier wheels hold older code."""
-    if not _built:
+    if "wheels" not in _done:
         options = ["--quiet", "--all-packages", "--wheel", "--out-dir", "dist", "--clear"]
         session.run_install("uv", "build", *options)
-        _built.append("dist")
+        _done.add("wheels")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Format and lint."""
     _workspace(session)
-    session.run("ruff", "format", "--check", ".")
-    session.run("ruff", "check", ".")
+    _run(session, "ruff", "format", "--check", ".")
+    _run(session, "ruff", "check", ".")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Strict types, package by package."""
+    """Strict types, of all packages in one run: torch is read once."""
     _workspace(session)
-    for package in (*PACKAGES, "parallel-testing"):
-        session.run("mypy", f"packages/{package}/src")
+    sources = [f"packages/{package}/src" for package in (*PACKAGES, "parallel-testing")]
+    _run(session, "mypy", *sources)
 
 
 @nox.session
@@ -123,29 +132,29 @@ def tests(session: nox.Session, package: str) -> None:
     session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def product(session: nox.Session) -> None:
     """The whole product: arrows, import budget, command line, README commands, examples."""
     _workspace(session)
     suites = ["tests", "packages/parallel-testing/tests"]
-    session.run("pytest", *TWO_AT_ONCE, *suites, *session.posargs, env=CPU)
+    _run(session, "pytest", *TWO_AT_ONCE, *suites, *session.posargs, env=CPU)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def cpu4(session: nox.Session) -> None:
     """The multi-GPU suite, on 4 gloo ranks."""
     _workspace(session)
     env = {**CPU, "PARALLEL_TEST_DEVICE": "cpu"}
-    session.run("pytest", "-q", "tests-gpu", *session.posargs, env=env)
+    _run(session, "pytest", "-q", "tests-gpu", *session.posargs, env=env)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def gpu4(session: nox.Session) -> None:
     """The multi-GPU suite, on 4 GPUs."""
     _on_gpus(session, 4)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def gpu1(session: nox.Session) -> None:
     """The part of the multi-GPU suite that one GPU can run."""
     _on_gpus(session, 1)
@@ -153,14 +162,14 @@ def gpu1(session: nox.Session) -> None:
 
 def _on_gpus(session: nox.Session, wanted: int) -> None:
     _workspace(session)
-    count = session.run(
-        "python", "-c", "import torch; print(torch.cuda.device_count())", silent=True
+    count = _run(
+        session, "python", "-c", "import torch; print(torch.cuda.device_count())", silent=True
     )
     found = int(str(count).strip().splitlines()[-1])
     if found < wanted:
         session.skip(f"needs {wanted} CUDA devices, found {found}")
     env = {"PARALLEL_TEST_DEVICE": "cuda", "PARALLEL_TEST_GPUS": str(wanted)}
-    session.run("pytest", "-q", "tests-gpu", *session.posargs, env=env)
+    _run(session, "pytest", "-q", "tests-gpu", *session.posargs, env=env)
 
 
 @nox.session(python="3.12")
@@ -176,27 +185,27 @@ def lowest(session: nox.Session) -> None:
         session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
     """Damage every kind of file that a reader takes, at random, for the seconds of the argument."""
     _workspace(session)
     seconds = session.posargs or ["60"]
-    session.run("python", "packages/parallel-ckpt/tests/fuzz_readers.py", *seconds, env=CPU)
+    _run(session, "python", "packages/parallel-ckpt/tests/fuzz_readers.py", *seconds, env=CPU)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def kill(session: nox.Session) -> None:
     """Kill saves at random moments. The arguments are the number of trials and the seed."""
     _workspace(session)
     arguments = session.posargs or ["200", "0"]
-    session.run("python", "packages/parallel-ckpt/tests/test_crash.py", *arguments, env=CPU)
+    _run(session, "python", "packages/parallel-ckpt/tests/test_crash.py", *arguments, env=CPU)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Check every link, command and flag in the documentation."""
     _workspace(session)
-    session.run("python", "docs/build.py", env=CPU)
+    _run(session, "python", "docs/build.py", env=CPU)
 
 
 if os.environ.get("CI"):
