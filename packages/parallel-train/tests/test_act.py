@@ -335,7 +335,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
 
 def test_a_dataset_that_does_not_fit_is_refused() -> None:
     blind = DataSpec(10, {"action": Feature("float32", (3,))})
-    with pytest.raises(ConfigError, match=r"no float vector named observation"):
+    with pytest.raises(ConfigError, match=r"a float vector named observation"):
         policy(blind)
     idle = DataSpec(10, {"observation.state": Feature("float32", (3,))})
     with pytest.raises(ConfigError, match=r"feature 'action' is missing.*It|feature 'action'"):

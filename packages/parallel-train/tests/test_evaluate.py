@@ -221,7 +221,9 @@ def test_what_renders_nothing_is_tried_once(
 
 def test_policies_that_cannot_play_are_refused() -> None:
     spec = LeRobotDataset(EMBEDDED_ROOT).spec
-    with pytest.raises(ConfigError, match=r"is a Linear, which has no select_action"):
+    with pytest.raises(
+        ConfigError, match=r"is a Linear, which does not have a method select_action"
+    ):
         evaluate_policy(torch.nn.Linear(1, 1), Preprocessor(), spec, ["reach-v3"])
     blind = Replay()
     blind.config = ACTConfig(cameras=("observation.images.top",))  # type: ignore[assignment]
@@ -234,7 +236,7 @@ def test_policies_that_cannot_play_are_refused() -> None:
 
 def test_wrong_requests_are_refused() -> None:
     spec, policy = LeRobotDataset(EMBEDDED_ROOT).spec, Replay()
-    with pytest.raises(ConfigError, match=r"'fly-v3' is no MetaWorld task"):
+    with pytest.raises(ConfigError, match=r"'fly-v3' is not a MetaWorld task"):
         evaluate_policy(policy, Preprocessor(), spec, ["fly-v3"])
     with pytest.raises(ConfigError, match=r"'door-open-v3': the policy was trained on other tasks"):
         evaluate_policy(policy, Preprocessor(), spec, ["door-open-v3"])

@@ -1,10 +1,11 @@
 """Where a run starts: what `--resume never | auto | must` does with what lies in the folder."""
 
+import contextlib
+import io
 import json
 import os
 import shlex
 import shutil
-import threading
 
 import pytest
 
@@ -22,9 +23,10 @@ from parallel_train.data.config import EMBEDDED_ROOT
 from parallel_train.data.metadata import read_metadata
 from parallel_train.policies.loading import load_policy
 from parallel_train.run import start
+from parallel_train.run.job import Job
 from parallel_train.run.signals import StopRequest
-from parallel_train.run.start import decide_start
-from parallel_train.train import Job, train
+from parallel_train.run.start import decide_job
+from parallel_train.train import train
 
 SMALL = shlex.split(
     "--policy.dim_model 32 --policy.dim_feedforward 64 --policy.n_vae_layers 1 "
@@ -37,7 +39,7 @@ def job(*flags, resume="auto"):
 
 
 def decide(*flags, resume="auto"):
-    return decide_start(job(*flags, resume=resume), world_size=1)
+    return decide_job(job(*flags, resume=resume), world_size=1)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_damage_everywhere_is_refused_not_written_over(run, mode):
     with pytest.raises(ConfigError) as refused:
         decide("--output_dir", run, resume=mode)
     text = str(refused.value)
-    assert f"output_dir = '{run}' holds no intact checkpoint to resume." in text
+    assert f"output_dir = '{run}' does not hold an intact checkpoint to resume." in text
     assert "Mend these, or move them away to start afresh." in text
     assert all(f"skipped {run}/checkpoints/{step:06d}: " in text for step in (2, 4, 6))
     for step in (2, 4, 6):
@@ -126,7 +128,7 @@ def test_a_damaged_config_is_not_what_a_run_goes_on_with(run):
 
 def begun(*words, ranks=1):
     """What `train` with these words would decide, presence and all."""
-    return decide_start(training._job(parse(["train", *map(str, words)])), world_size=ranks)
+    return decide_job(training.job_of(parse(["train", *map(str, words)])), world_size=ranks)
 
 
 def test_auto_goes_on_with_the_checkpoints_config(run, tmp_path):
@@ -221,17 +223,25 @@ def test_a_run_without_a_folder_of_its_own_cannot_be_continued(mode):
         decide(resume=mode)
 
 
-def test_a_requeued_job_lets_the_former_one_finish_its_save(run, capsys):
+class ReleasesWhenTold(io.StringIO):
+    """Stands for the former process: it ends as soon as the new one says that it waits."""
+
+    def __init__(self, lock):
+        super().__init__()
+        self.lock = lock
+
+    def write(self, text):
+        if "waiting" in text:
+            self.lock.release()
+        return super().write(text)
+
+
+def test_a_requeued_job_lets_the_former_one_finish_its_save(run):
     lock, _ = RunLock.acquire(RunFolder(run).lock)
-    timer = threading.Timer(1.5, lock.release)
-    timer.start()
-    try:
+    with contextlib.redirect_stdout(ReleasesWhenTold(lock)) as said:
         assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
-    finally:
-        timer.join()
-    text = capsys.readouterr().out
-    assert text.count("waiting up to 120 s for the run's writer") == 1
-    assert f"process {os.getpid()} on " in text
+    assert said.getvalue().count("waiting up to 120 s for the run's writer") == 1
+    assert f"process {os.getpid()} on " in said.getvalue()
 
 
 def test_two_jobs_for_one_run_end_with_an_error_that_names_the_other(run, monkeypatch):
@@ -249,7 +259,7 @@ def test_a_signal_before_the_first_update_is_no_lost_run(run):
     with stop:
         os.kill(os.getpid(), 15)
         outcome = train(job("--output_dir", run, "--steps", 8), stop)
-    assert (outcome.step, outcome.exit_code) == (6, 75)
+    assert (outcome.step, outcome.preempted) == (6, True)
     assert decide("--output_dir", run).checkpoint == run / "checkpoints/000006"
 
 

@@ -100,7 +100,7 @@ def test_deltas_fall_on_frames() -> None:
     with pytest.raises(ConfigError, match=r"0.15 s falls between two frames at 10 fps.*1/10 s"):
         LeRobotDataset(STATE, {"action": [0.0, 0.15]})
     assert len(LeRobotDataset(STATE, {"action": [0.0, 0.10004]})) == 75
-    with pytest.raises(ConfigError, match=r"no feature 'actions'.*It has: action,"):
+    with pytest.raises(ConfigError, match=r"the feature 'actions' is missing.*It has: action,"):
         LeRobotDataset(STATE, {"actions": [0.0]})
 
 
@@ -177,7 +177,7 @@ def _stats(name: str, key: str, value: object) -> Callable[[Path], None]:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no info": (_delete("meta/info.json"), r"meta/info.json is missing.*check the path"),
-    "half an info": (_write("meta/info.json", '{"fps": 10,'), r"meta/info.json is no valid JSON"),
+    "half an info": (_write("meta/info.json", '{"fps": 10,'), r"meta/info.json is not valid JSON"),
     "version 2.1": (
         _info(codebase_version="v2.1"),
         r"its format is 'v2.1'.*convert_dataset_v21_to_v30",
@@ -187,12 +187,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "wrong fps": (_info(fps=20), r"frame 1 of episode 0 is at 0.1\d* s, but at 20 fps.*0.05"),
     "no frames file": (_delete(FRAMES), r"data/chunk-000/file-000.parquet is missing"),
     "no tasks": (_delete("meta/tasks.parquet"), r"meta/tasks.parquet is missing"),
-    "no episodes folder": (_delete("meta/episodes"), r"meta/episodes holds no parquet file"),
+    "no episodes folder": (_delete("meta/episodes"), r"meta/episodes does not hold a parquet file"),
     "torn parquet": (_write(FRAMES, "PAR1 torn"), r"file-000.parquet cannot be read"),
     "half the frames": (_drop_frames, r"hold 70 frames, but meta/episodes says 75"),
     "wrong width": (_feature("action", [3]), r"'action' is declared with shape \[3\].*holds 2 val"),
-    "no episodes": (_no_episodes, r"it has no episodes"),
-    "empty episode": (_empty_episode, r"episodes \[1\] have no frames"),
+    "no episodes": (_no_episodes, r"it does not have any episodes"),
+    "empty episode": (_empty_episode, r"episodes \[1\] do not have any frames"),
     "NaN action": (
         _cell("action", 40, [0.5, float("nan")]),
         r"action\[1\] is nan in episode 1, frame \d+ \(1 such frames, in episodes \[1\]\)",
@@ -204,7 +204,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "null action": (_cell("action", 5, None), r"action is empty in 1 frames"),
     "wrong numbering": (_cell("index", 5, 6), r"frame 5 has index = 6, but .* makes it 5"),
     "unknown task": (_cell("task_index", 9, 2), r"task_index reaches 2.* has 2 tasks"),
-    "no statistics": (_delete("meta/stats.json"), r"no statistics of .*--dataset.stats data"),
+    "no statistics": (
+        _delete("meta/stats.json"),
+        r"does not have statistics of .*--dataset.stats data",
+    ),
     "other statistics": (
         _stats("action", "mean", [0.5, 0.0]),
         r"action: mean\[0\] is 0.5, but the frames give .*--dataset.stats data",
@@ -229,7 +232,7 @@ def test_a_damaged_folder_is_one_clear_error(name: str, tmp_path: Path) -> None:
 
 
 def test_no_folder_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no such folder. Use --dataset.root"):
+    with pytest.raises(ConfigError, match=r"this folder does not exist. Use --dataset.root"):
         LeRobotDataset(tmp_path / "nowhere")
 
 

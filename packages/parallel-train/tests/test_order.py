@@ -94,7 +94,7 @@ def test_a_dataset_smaller_than_the_global_batch_is_allowed_with_a_warning() -> 
 
 
 def test_no_samples_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"dataset.root has no samples"):
+    with pytest.raises(ConfigError, match=r"dataset.root does not have any samples"):
         GlobalBatchSampler(0, 4)
 
 

@@ -130,8 +130,8 @@ def train_on_two_nodes(folder: Path) -> None:
     """Each rank in a folder of its own; only the first holds the dataset."""
     from parallel_train.config import TrainConfig
     from parallel_train.data.config import DatasetConfig
+    from parallel_train.run.job import Job
     from parallel_train.run.signals import StopRequest
-    from parallel_train.train import Job
     from parallel_train.train import train as train_job
 
     os.chdir(folder / os.environ["RANK"])
@@ -151,7 +151,7 @@ def test_a_dataset_that_one_node_lacks_is_told_by_every_rank(tmp_path: Path) -> 
     (tmp_path / "0/dataset").symlink_to(EMBEDDED_ROOT)
     for outcome in rank_outcomes(train_on_two_nodes, 2, tmp_path, init=False):
         assert outcome.error_type == "ConfigError"
-        assert "dataset.root = 'dataset': there is no such folder" in outcome.error
+        assert "dataset.root = 'dataset': this folder does not exist" in outcome.error
 
 
 def train_until_a_sink_is_full(folder: Path) -> None:

@@ -147,7 +147,9 @@ def test_a_module_that_does_not_import() -> None:
 
 
 def test_a_config_without_a_model() -> None:
-    with pytest.raises(ConfigError, match=r"StrangeConfig.model_class = '' names no model.*name"):
+    with pytest.raises(
+        ConfigError, match=r"StrangeConfig.model_class = '' does not name a model.*name"
+    ):
         build_policy(named("StrangeConfig"), SPEC)
 
 
@@ -156,8 +158,8 @@ def test_a_config_without_a_model() -> None:
     [
         ("nowhere:Model", r"model_class = 'nowhere:Model' cannot be imported: No module named"),
         ("their_policies:Gone", r"model_class = 'their_policies:Gone' cannot be imported"),
-        ("their_policies", r"model_class = 'their_policies' names no class"),
-        ("their_policies:not_a_model", r"no class derived from torch.nn.Module"),
+        ("their_policies", r"model_class = 'their_policies' does not name a class"),
+        ("their_policies:not_a_model", r"is not a class derived from torch.nn.Module"),
     ],
 )
 def test_a_model_class_that_leads_nowhere(

@@ -23,10 +23,11 @@ from parallel_train.cli.from_hub import fetched
 from parallel_train.cli.parsing import parse
 from parallel_train.config import TrainConfig
 from parallel_train.data.config import EMBEDDED_ROOT
+from parallel_train.data.metadata import read_metadata
 from parallel_train.hub.run_publisher import RunPublisher
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.loading import load_policy
-from parallel_train.run.folder import RunFolder
+from parallel_train.run.folder import RunFiles
 
 pytestmark = pytest.mark.filterwarnings(CLIENT_WARNING)
 TRAIN = [
@@ -122,8 +123,14 @@ def test_with_publishing_off_there_is_no_network_call(hub, ptrain):
 def _preflight(hub, folder, *, policy=None, **publish):
     publish = {"enable": True, "repo_id": "user/run", **publish}
     config = TrainConfig(policy=policy or ACTConfig(), publish=PublishConfig(**publish))
-    with pytest.raises(ReportedError) as caught:
-        RunPublisher(config, RunFolder(folder), Topology(), is_main=True).check()
+    with pytest.raises(ConfigError) as caught:
+        RunPublisher(
+            config,
+            RunFiles(folder),
+            Topology(),
+            is_main=True,
+            metadata=lambda: read_metadata(config.dataset.folder),
+        ).check()
     assert not folder.exists()
     assert hub.repos.keys() <= {"user/open"}
     return str(caught.value)
@@ -489,13 +496,13 @@ def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
         return capsys.readouterr().err
 
     assert "path is missing: what is to be resumed?" in fails()
-    assert "from_hub has no value. Use --from_hub user/run." in fails("--from_hub", "--steps", "5")
+    assert "from_hub needs a value. Use --from_hub user/run." in fails("--from_hub", "--steps", "5")
     with pytest.raises(SystemExit):
         run(["resume", "--from_hub", "user/run", "--help"])
     assert not (ptrain.folder / "outputs").exists()  # nothing is fetched to say what flags mean
-    assert "= 'run' is no name on the Hub" in fails("--from-hub=run")
+    assert "= 'run' is not a name on the Hub" in fails("--from-hub=run")
     assert "'run' is to be resumed as well" in fails("run", "--from_hub", "user/run")
-    assert "= 'run' is no name on the Hub" in fails("--from_hub", "run")
+    assert "= 'run' is not a name on the Hub" in fails("--from_hub", "run")
     assert "HTTP 404" in fails("--from_hub", "user/nothing")
     assert "holds no complete checkpoint" in fails("--from_hub", "user/run@main")
     ptrain("resume", "run", "--steps", 4, "--publish.no-enable", "--publish.no-push_checkpoints")

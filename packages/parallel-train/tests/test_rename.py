@@ -105,7 +105,7 @@ def test_flags_replace_the_mapping_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("front", "'front' is no pair OLD=NEW"),
+        ("front", "'front' is not a pair OLD=NEW"),
         ('{"a": 1}', "'a' is given 1, but a name is a text"),
         ('{"a": "b", "a": "c"}', "'a' is given twice"),
         ('{"a"', "Expecting ':' delimiter"),
@@ -133,7 +133,10 @@ def test_words_that_are_no_mapping(
             r"|makes 'observation.x' the name of 'observation.images.top' and of 'observation.sta",
         ),
         ({TOP: STATE}, r"makes 'observation.state' the name of .*Give each a name of its own"),
-        ({"task_index": "observation.task"}, r"names 'task_index', which keeps its name"),
+        (
+            {"task_index": "observation.task"},
+            r"names 'task_index', a column that cannot be renamed",
+        ),
         ({STATE: ""}, r"gives 'observation.state' an empty name"),
         ({"action": "a"}, r"no feature is named 'action'.*--dataset.rename OLD=action. It has: ac"),
     ],

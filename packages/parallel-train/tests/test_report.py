@@ -64,8 +64,8 @@ def test_losses_of_zero_or_infinity_are_drawn_too(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "output", "message"),
     [
-        (None, None, "holds no metrics.jsonl"),
-        ([], None, "holds no rows yet"),
+        (None, None, "does not hold a metrics.jsonl"),
+        ([], None, "does not hold any rows yet"),
         (rows(1), "a.docx", "cannot be written"),
         (rows(1), "none/a.png", "cannot be written"),
     ],

@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from parallel_config import ConfigError
+from parallel_train.cli import resume as resuming
+from parallel_train.cli import train as training
 from parallel_train.cli.parsing import parse
-from parallel_train.cli.train import _job
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.data.writing import Episode, write_dataset
 from parallel_train.policies.act.configuration import ACTConfig
 from parallel_train.policies.processors import Preprocessor
 from parallel_train.policies.reward.configuration import RewardConfig
 from parallel_train.policies.wam.configuration import WAMConfig
-from parallel_train.run.same_data import _feature_problems
+from parallel_train.run.same_data import feature_problems
 from parallel_train.run.signals import StopRequest
 from parallel_train.train import train
 
@@ -48,7 +49,7 @@ def write(root: Path, tasks: str, *, size: float = 1.0, fps: int = 10) -> Path:
 
 
 def go_on(run: Path, *flags: str) -> None:
-    train(_job(parse(["resume", str(run), "--steps", "3", *flags])), StopRequest())
+    train(resuming.job_of(parse(["resume", str(run), "--steps", "3", *flags])), StopRequest())
 
 
 def scale(run: Path, step: int, name: str = "observation.state") -> torch.Tensor:
@@ -70,7 +71,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.environ["PARALLEL_DEVICE"] = "cpu"
     try:
         flags = ["--dataset.root", str(data), "--output_dir", str(run)]
-        train(_job(parse(["train", *SMALL, *flags])), StopRequest())
+        train(training.job_of(parse(["train", *SMALL, *flags])), StopRequest())
     finally:
         os.environ.pop("PARALLEL_DEVICE")
         if before is not None:
@@ -146,7 +147,7 @@ def test_a_task_that_no_model_learned_the_number_of_may_be_reworded(
 ) -> None:
     data, run = write(tmp_path / "ds", "open open"), tmp_path / "run"
     flags = ["--dataset.root", str(data), "--output_dir", str(run)]
-    train(_job(parse(["train", *SMALL, *flags])), StopRequest())
+    train(training.job_of(parse(["train", *SMALL, *flags])), StopRequest())
     write(data, "unlock unlock")
     go_on(run)
     assert (run / "checkpoints/000003").is_dir()
@@ -157,17 +158,17 @@ def test_only_what_the_policy_reads_is_compared() -> None:
     state = {"action": vector, "observation.state": vector}
     saved = DataSpec(10, {**state, "observation.effort": vector})
     for config in (WAMConfig(), RewardConfig(label="observation.effort")):
-        assert not list(_feature_problems(saved, DataSpec(10, state), config.reads))
+        assert not list(feature_problems(saved, DataSpec(10, state), config.reads))
         changed = DataSpec(10, {**state, "observation.state": narrow})
-        assert len(list(_feature_problems(saved, changed, config.reads))) == 1
+        assert len(list(feature_problems(saved, changed, config.reads))) == 1
     moved = DataSpec(10, {**state, "action": narrow})
-    assert len(list(_feature_problems(saved, moved, WAMConfig().reads))) == 1
+    assert len(list(feature_problems(saved, moved, WAMConfig().reads))) == 1
 
 
 def test_a_world_that_is_no_observation_is_refused_of_a_new_run(tmp_path: Path) -> None:
     data = write(tmp_path / "ds", "open")
     flags = shlex.split("--policy.type wam --policy.world effort --steps 1 --batch_size 4")
-    job = _job(
+    job = training.job_of(
         parse(["train", *flags, "--dataset.root", str(data), "--output_dir", f"{tmp_path}/run"])
     )
     with pytest.raises(ConfigError, match=r"policy\.world names 'effort', but what"):
@@ -194,12 +195,12 @@ def test_entries_of_a_vector_in_another_order_are_refused(run: Path) -> None:
         feature = dataclasses.replace(state, names=names)
         return DataSpec(10, {**spec.features, "observation.state": feature}, spec.tasks)
 
-    assert not list(_feature_problems(named("x", "y", "z"), named("x", "y", "z")))
-    assert not list(_feature_problems(named("x", "y", "z"), named("a", "b", "c")))
-    (problem,) = _feature_problems(named("x", "y", "z"), named("x", "z", "y"))
+    assert not list(feature_problems(named("x", "y", "z"), named("x", "y", "z")))
+    assert not list(feature_problems(named("x", "y", "z"), named("a", "b", "c")))
+    (problem,) = feature_problems(named("x", "y", "z"), named("x", "z", "y"))
     assert "in the order ['x', 'z', 'y']" in problem.message
     wide = dataclasses.replace(state, shape=(4,))
     other = DataSpec(10, {**spec.features, "observation.state": wide}, spec.tasks)
-    assert "of shape [4]" in next(_feature_problems(spec, other)).message
-    (problem,) = _feature_problems(spec, DataSpec(10, {"action": spec.features["action"]}))
+    assert "of shape [4]" in next(feature_problems(spec, other)).message
+    (problem,) = feature_problems(spec, DataSpec(10, {"action": spec.features["action"]}))
     assert "--dataset.rename NAME=observation.state" in problem.remedy

@@ -23,8 +23,9 @@ from parallel_train.run.adapt import (
     global_batch,
     kept_hyperparameters,
 )
+from parallel_train.run.job import Job
 from parallel_train.run.signals import StopRequest
-from parallel_train.train import Job, train
+from parallel_train.train import train
 
 
 def adapted(saved, world_size, *, batch_size=8, accumulation=1, wanted=None, **options):

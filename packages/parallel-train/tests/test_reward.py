@@ -88,10 +88,10 @@ def test_it_learns_to_tell_solved_frames_in_episodes_it_has_not_seen() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"policy.label = 'won' is no feature.*next.success"):
+    with pytest.raises(ConfigError, match=r"policy.label = 'won' is not a feature.*next.success"):
         model(label="won")
     blind = dataclasses.replace(SPEC, features={"action": SPEC.features["action"]})
-    with pytest.raises(ConfigError, match=r"no float vector named observation"):
+    with pytest.raises(ConfigError, match=r"a float vector named observation"):
         model(blind)
     with pytest.raises(ConfigError, match=r"policy.horizon_s = 0, but it is a positive number"):
         model(horizon_s=0)

@@ -76,8 +76,9 @@ def train_on_ranks(shard: int, folder: str) -> None:
     from parallel_config import CheckpointFormat, ParallelismConfig
     from parallel_train.config import TrainConfig
     from parallel_train.data.config import DatasetConfig
+    from parallel_train.run.job import Job
     from parallel_train.run.signals import StopRequest
-    from parallel_train.train import Job, train
+    from parallel_train.train import train
 
     config = TrainConfig(
         policy=RewardConfig(cameras=(TOP,), dim_model=16, dropout=0.0, horizon_s=0.5),
@@ -176,5 +177,5 @@ def test_what_does_not_fit_is_refused() -> None:
         model(cameras=("front",))
     with pytest.raises(ConfigError, match=r"policy.dim_model = 15, but it is even"):
         model(dim_model=15)
-    with pytest.raises(ConfigError, match=r"no float vector named observation"):
+    with pytest.raises(ConfigError, match=r"a float vector named observation"):
         model(cameras=())

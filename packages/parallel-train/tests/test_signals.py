@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from parallel_train.run import signals
 from parallel_train.run.signals import (
     STOP_SIGNALS,
     StopRequest,
@@ -33,10 +32,9 @@ def test_the_first_signal_is_noted_and_announced_once(number, capfd):
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
 
 
-def test_a_later_signal_of_any_kind_means_at_once(monkeypatch):
-    monkeypatch.setattr(signals, "ONE_REQUEST_S", 0.05)
+def test_a_later_signal_of_any_kind_means_at_once():
     ended = []
-    with StopRequest(on_second=ended.append) as stop:
+    with StopRequest(on_second=ended.append, one_request_s=0.05) as stop:
         send(signal.SIGUSR1)
         send(signal.SIGTERM)
         assert ended == []
@@ -46,10 +44,11 @@ def test_a_later_signal_of_any_kind_means_at_once(monkeypatch):
     assert ended == [signal.SIGTERM]
 
 
-def test_the_default_end_is_that_of_a_process_that_died_of_the_signal():
+def test_the_command_ends_at_once_with_the_code_of_a_process_that_died_of_the_signal():
     script = (
-        "import os, time; from parallel_train import signals; signals.ONE_REQUEST_S = 0\n"
-        "with signals.StopRequest():\n"
+        "import os, time; from parallel_train.cli.exits import end_at_once\n"
+        "from parallel_train.run.signals import StopRequest\n"
+        "with StopRequest(on_second=end_at_once, one_request_s=0):\n"
         "    os.kill(os.getpid(), 10); time.sleep(0.01); os.kill(os.getpid(), 15)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)

@@ -154,14 +154,14 @@ def test_workers_decode_the_same(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"names 'top', .* It has: observation.images.top"):
         LeRobotDataset(VIDEO, cameras=["top"])
-    with pytest.raises(ConfigError, match=r"no feature 'observation.images.top'"):
+    with pytest.raises(ConfigError, match=r"the feature 'observation.images.top' is missing"):
         LeRobotDataset(VIDEO, {TOP: [0.0]})
     root = tmp_path / "dataset"
     shutil.copytree(VIDEO, root)
     file = root / f"videos/{TOP}/chunk-000/file-000.mp4"
     whole = file.read_bytes()
     file.write_bytes(b"no video")
-    with pytest.raises(ConfigError, match=r"file-000.mp4 is no readable video"):
+    with pytest.raises(ConfigError, match=r"file-000.mp4 is not a readable video"):
         LeRobotDataset(root, cameras=[TOP])
     file.unlink()
     with pytest.raises(ConfigError, match=r"file-000.mp4 is missing"):
@@ -172,7 +172,9 @@ def test_what_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), root / EPISODES)
     dataset = LeRobotDataset(root, cameras=[TOP])
     first = dataset.metadata.episodes[1].first
-    with pytest.raises(ConfigError, match=r"has no frame at \d+\.\d+ s .*dataset.tolerance_s"):
+    with pytest.raises(
+        ConfigError, match=r"does not have a frame at \d+\.\d+ s .*dataset.tolerance_s"
+    ):
         dataset[first]
 
 

@@ -103,7 +103,9 @@ def test_weights_that_cannot_be_fetched_are_one_clear_error(downloads: Path) -> 
 
 
 def test_unknown_weights_are_refused_before_anything_is_fetched() -> None:
-    with pytest.raises(ConfigError, match=r"= 'V9': resnet18 has no such weights.*IMAGENET1K_V1"):
+    with pytest.raises(
+        ConfigError, match=r"= 'V9': resnet18 does not have such weights.*IMAGENET1K_V1"
+    ):
         build_policy(config(vision_weights="V9"), SPEC)
 
 

@@ -305,7 +305,7 @@ def test_deltas_and_declared_names() -> None:
     [
         ({"n_layers": 0}, r"policy.n_layers = 0, but it is at least 1"),
         ({"preset": "7b"}, r"policy.preset = '7b' is unknown.*tiny or 100m or 1b or 6b"),
-        ({"world": ()}, r"policy.world = \[\] names no observation"),
+        ({"world": ()}, r"policy.world = \[\] does not name an observation"),
         ({"n_action_steps": 9}, r"policy.n_action_steps = 9 exceeds policy.chunk_size = 6"),
         ({"world_weight": -1.0}, r"policy.world_weight = -1.0, but it is at least 0"),
         ({"camera_weight": -1.0}, r"policy.camera_weight = -1.0, but it is at least 0"),

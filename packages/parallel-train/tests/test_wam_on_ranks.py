@@ -58,8 +58,9 @@ def train_and_sample(replicate: int, shard: int, folder: str) -> dict[str, Any]:
     from parallel_train.data.lerobot import LeRobotDataset
     from parallel_train.policies.factory import build_policy
     from parallel_train.policies.loading import load_policy
+    from parallel_train.run.job import Job
     from parallel_train.run.signals import StopRequest
-    from parallel_train.train import Job, train
+    from parallel_train.train import train
 
     config = config_of(replicate, shard, folder)
     with StopRequest() as stop:

@@ -31,21 +31,21 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Sinks besides the console and metrics.jsonl, each an extra of parallel-train."""
+    """More sinks besides the console and metrics.jsonl. Each needs an extra of parallel-train."""
 
     tensorboard: bool = False
     """Write TensorBoard event files into the run folder's `tensorboard` (extra: tensorboard)."""
     wandb: bool = False
     """Log to Weights & Biases (extra: wandb)."""
     wandb_project: str = "parallel"
-    """Project there."""
+    """Project in Weights & Biases."""
     wandb_entity: str | None = None
-    """User or team there; None is the account's default."""
+    """User or team in Weights & Biases; None means the account's default."""
     wandb_mode: Literal["online", "offline"] = "online"
-    """offline keeps everything in the run folder, for `wandb sync` later."""
+    """offline keeps everything in the run folder; `wandb sync` sends it later."""
     peak_flops: float | None = None
-    """Floating-point operations per second of one device at best, for the metric `mfu`; None looks
-    common NVIDIA GPUs up in a table and leaves mfu out elsewhere."""
+    """Most floating-point operations per second that one device can do, for the metric `mfu`. None
+    takes the number from a table of common NVIDIA GPUs, and leaves mfu out for other devices."""
 
     def __post_init__(self) -> None:
         if self.peak_flops is not None and not 0 < self.peak_flops < float("inf"):
@@ -69,17 +69,18 @@ class TrainConfig:
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """The demonstrations it is trained on."""
     output_dir: str | None = None
-    """Folder of the run; None makes one under outputs/, named by time and policy."""
+    """Folder of the run. None makes a new one under outputs/, named by time and policy."""
     steps: int = 400
     """Optimizer updates in the whole run."""
     batch_size: int = 32
-    """Samples in one micro-batch of one rank. The global batch is this times dp_replicate times
-    dp_shard times accelerator.gradient_accumulation.steps."""
+    """Samples in one micro-batch of one rank. The global batch is this number times dp_replicate
+    times dp_shard times accelerator.gradient_accumulation.steps."""
     seed: int = 0
     """Seed of the initial weights, of the data order and of every rank's random numbers."""
     meta_init: bool = False
-    """Build the policy without memory and shard it before it has values, so that no rank ever holds
-    the whole model. Its modules' reset_parameters() draw the values, or the checkpoint has them."""
+    """Build the policy without memory and shard it before it has values. No rank then ever holds
+    the whole model. The values come from the modules' reset_parameters(), or from the
+    checkpoint."""
     log_freq: int = 20
     """Updates between lines on the console; metrics.jsonl has a line for every update."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -112,7 +113,7 @@ class TrainConfig:
         if self.output_dir is not None and not self.output_dir.strip():
             yield Problem(
                 "output_dir",
-                "= '' is no folder.",
+                "= '' is not a folder.",
                 "Use --output_dir with a path, or leave it out for outputs/<time>_<policy>.",
             )
         for name, least in (("steps", 1), ("batch_size", 1), ("log_freq", 1), ("seed", 0)):

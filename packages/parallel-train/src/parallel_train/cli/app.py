@@ -8,24 +8,22 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from parallel_config import ReportedError
+from parallel_config import ConfigError
+from parallel_train.cli.exits import DONE, INTERRUPTED, fail
 
 # Modules are imported when their command is chosen: `ptrain --help` must not pay for torch.
 RUNNERS = {
     "train": "parallel_train.cli.train",
-    "resume": "parallel_train.cli.train",
+    "resume": "parallel_train.cli.resume",
     "plan": "parallel_train.cli.plan",
-    "inspect": "parallel_train.cli.offline",
-    "verify": "parallel_train.cli.offline",
-    "convert": "parallel_train.cli.offline",
+    "inspect": "parallel_train.cli.inspect",
+    "verify": "parallel_train.cli.verify",
+    "convert": "parallel_train.cli.convert",
     "publish": "parallel_train.cli.publish",
     "evaluate": "parallel_train.cli.evaluate",
     "report": "parallel_train.cli.report",
     "doctor": "parallel_train.cli.doctor",
 }
-USAGE_ERROR = 2
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, `head` say, had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        sys.exit(DONE)
 
 
 def _leave_requests(code: int) -> None:
@@ -52,7 +50,8 @@ def _leave_requests(code: int) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command. Returns the exit code: 0 done, 2 wrong input, 75 preempted, 1 otherwise."""
+    """Run one command. Returns its exit code, one of `exits`."""
+    # Imported here: parsing knows the commands, of which `resume --from_hub` fetches first.
     from parallel_train.cli.from_hub import fetched
     from parallel_train.cli.parsing import parse
 
@@ -63,11 +62,3 @@ def run(argv: Sequence[str]) -> int:
         return fail(error, "ptrain " + " ".join(argv[:1]))
     module = importlib.import_module(RUNNERS[argv[0]])
     return int(module.run(parsed))
-
-
-def fail(error: Exception, where: str) -> int:
-    """Print the error as one block and give the exit code of wrong input."""
-    text = str(error)
-    print(f"{where.strip()}: error\n" if "\n" not in text else "", end="", file=sys.stderr)
-    print(text, file=sys.stderr)
-    return USAGE_ERROR

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from parallel_train.config import TrainConfig
-
-ResumeMode = Literal["never", "auto", "must"]
+from parallel_train.run.job import ResumeMode
 
 PolicyType = Annotated[
     str,
@@ -22,14 +21,14 @@ PolicyType = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How the run is started; no part of its config."""
+    """How the run is started. This is not part of its config."""
 
     nproc_per_node: int | None = None
     """Start this many processes on this machine. Under torchrun or Slurm leave it out."""
     grace_s: float = 30.0
     """With --nproc_per_node: seconds that workers have, after SIGTERM, to write a checkpoint."""
     timeout_s: float = 600.0
-    """Seconds that ranks wait for one another, at the start and in each collective."""
+    """Seconds that ranks wait for each other, at the start and in each collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,10 @@ class TrainCommand:
     print_config: bool = False
     """Print the resulting config as JSON and stop."""
     resume: ResumeMode = "never"
-    """never: refuse a folder that holds a run. auto: continue its newest intact checkpoint, or
+    """never: refuse a folder that holds a run. auto: continue from its newest intact checkpoint, or
     start afresh. must: continue, or fail."""
     allow_batch_change: bool = False
-    """On resume: accept a global batch other than the checkpoint's."""
+    """On resume: accept a global batch that differs from the checkpoint's."""
     launch: Annotated[LaunchOptions, arg(name="")] = field(default_factory=LaunchOptions)
 
 
@@ -55,7 +54,7 @@ class ResumeCommand:
     """Continue a run from a checkpoint. Flags change its config from here on."""
 
     path: Positional[str | None] = None
-    """The run folder, a checkpoint in it, or `last`; left out with --from_hub."""
+    """The run folder, a checkpoint in it, or `last`. Leave it out with --from_hub."""
     from_hub: Annotated[str | None, arg(metavar="USER/RUN[@BRANCH]")] = None
     """Fetch the newest complete checkpoint that --publish.push_checkpoints has pushed there, into
     --output_dir, check it, and continue from it."""
@@ -64,45 +63,48 @@ class ResumeCommand:
     print_config: bool = False
     """Print the resulting config as JSON and stop."""
     allow_batch_change: bool = False
-    """Accept a global batch other than the checkpoint's."""
+    """Accept a global batch that differs from the checkpoint's."""
     launch: Annotated[LaunchOptions, arg(name="")] = field(default_factory=LaunchOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Say what a run would be on any number of ranks, without ranks and without a GPU."""
+    """Show what a run would need on any number of ranks, without starting it and without a GPU."""
 
     run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
     policy_type: PolicyType = "act"
     config: Annotated[str | None, arg(metavar="FILE")] = None
     """Read the config from a .json or .toml file; flags go over it."""
     world_size: int = 1
-    """Ranks to plan for."""
+    """Number of ranks to plan for."""
     json: bool = False
     """Print JSON for programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateCommand:
-    """Roll a trained policy out in MetaWorld, beside the expert and random actions."""
+    """Measure how often a trained policy solves MetaWorld tasks; compare experts and chance."""
 
     path: Positional[str]
     """A checkpoint, a run folder, a converted model, or a repository on the Hub."""
     policy_type: Annotated[
         str | None,
-        arg(name="policy.type", help="Repeat the path of a policy that was trained by path."),
+        arg(
+            name="policy.type",
+            help="For a policy that was named by its path in training: that path again.",
+        ),
     ] = None
     tasks: tuple[str, ...] = ("reach-v3",)
-    """MetaWorld tasks, as the embedded dataset has them."""
+    """Names of MetaWorld tasks; the policy must have been trained on them."""
     episodes: int = 50
     """Seeded episodes per task."""
     seed: int = 0
-    """Seed of the placements, 50 for each task: every seed has others."""
+    """Seed of the placements of objects. Each seed gives 50 of them per task."""
     max_steps: int = 300
     """Steps after which an episode counts as failed."""
     output: str | None = None
-    """Folder for results.json and for moving pictures of a solved and a failed episode; None is
-    evaluations/<step> in the run folder, or evaluations/<name> here."""
+    """Folder for results.json and for animated pictures of a solved and a failed episode. None
+    means evaluations/<step> in the run folder, or evaluations/<name> in the current folder."""
     json: bool = False
     """Print JSON for programs."""
 
@@ -114,13 +116,13 @@ class ReportCommand:
     path: Positional[str]
     """A run folder."""
     output: str | None = None
-    """Picture to write, by its suffix (.png, .svg, .pdf); None writes report.png into the run
-    folder."""
+    """Picture to write; its suffix (.png, .svg, .pdf) gives the format. None writes report.png into
+    the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectCommand:
-    """Say what a checkpoint, or a whole run, holds."""
+    """Show what a checkpoint or a whole run holds."""
 
     path: Positional[str]
     """A checkpoint or a run folder."""
@@ -135,7 +137,7 @@ class VerifyCommand:
     path: Positional[str]
     """A checkpoint, or a run folder (its newest checkpoint)."""
     fast: bool = False
-    """Compare sizes only."""
+    """Compare sizes only, not checksums."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,11 +147,11 @@ class ConvertCommand:
     path: Positional[str]
     """A checkpoint, its pretrained_model or dcp folder, or a run folder."""
     output: str | None = None
-    """Where to write; None writes beside the shards."""
+    """Folder to write to; None writes beside the shards."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Dtype of the floating-point weights in the result."""
     max_shard_size: str = "5GB"
-    """Largest file; bigger models are split with an index."""
+    """Size of the largest file. A bigger model is split into several files with an index."""
     delete_dcp: bool = False
     """Remove the DCP shards once the result has been read back and compared."""
     push_to_hub: Annotated[str | None, arg(metavar="USER/NAME")] = None
@@ -163,37 +165,37 @@ class PublishCommand:
     """Publish a checkpoint's model to the Hugging Face Hub, in one commit."""
 
     path: Positional[str]
-    """A checkpoint, a run folder, or the bundle that an earlier try has kept."""
+    """A checkpoint, a run folder, or the bundle that an earlier attempt has kept."""
     repo_id: str
-    """Where to: user/name."""
+    """The repository to publish to, as user/name."""
     private: bool = False
     """Keep the repository private."""
     revision: str | None = None
-    """Branch to commit to; None is main, with --resumable it is checkpoints."""
+    """Branch to commit to. None means main, and with --resumable it means checkpoints."""
     resumable: bool = False
-    """Send the whole checkpoint, optimizer and all, for `ptrain resume --from_hub`, instead of the
-    model."""
+    """Send the whole checkpoint with its optimizer state, not only the model. `ptrain resume
+    --from_hub` can then continue from it."""
     license: str | None = None
     """Identifier of the licence in the model card, such as apache-2.0."""
     tags: tuple[str, ...] = ()
-    """Further tags of the model card."""
+    """More tags for the model card."""
     base_model: str | None = None
     """Model on the Hub that this one was trained from, as user/name."""
     dtype: Literal["keep", "fp32", "bf16", "fp16"] = "keep"
     """Dtype of the published floating-point weights."""
     max_shard_size: str = "5GB"
-    """Largest file; bigger models are split with an index."""
+    """Size of the largest file. A bigger model is split into several files with an index."""
     timeout_s: int = 7200
-    """Seconds after which the upload counts as failed; what was to be sent is kept."""
+    """Seconds after which the upload counts as failed. The files that were to be sent are kept."""
     dry_run: bool = False
-    """Build and check everything here, send nothing."""
+    """Build and check everything on this machine, but do not send it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Say what this machine can run, and what is missing. Exit code 1: training cannot run."""
+    """Show what this machine can run and what is missing. Exit code 1: training cannot run."""
 
     output_dir: str = "."
-    """Where runs will be written: its disk is tried."""
+    """Folder that runs will be written to; its disk is tested."""
     json: bool = False
     """Print JSON for programs."""

@@ -32,6 +32,7 @@ from parallel_config.environment import (
     launch_variables,
     requested_device,
 )
+from parallel_train.cli.exits import DONE, FAILED
 from parallel_train.cli.parsing import Parsed
 from parallel_train.data.config import EMBEDDED_ROOT
 
@@ -71,7 +72,7 @@ def run(parsed: Parsed) -> int:
         print(json.dumps([{"section": title, **vars(f)} for title, f in findings], indent=2))
     else:
         _show(findings)
-    return 1 if any(finding.level == "fail" for _, finding in findings) else 0
+    return FAILED if any(finding.level == "fail" for _, finding in findings) else DONE
 
 
 def _all(title: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
@@ -174,7 +175,9 @@ def _ranks() -> Iterator[Finding]:
     text = f"{TORCHRUN_PORT}, torchrun's own, is {'taken: use --standalone' if taken else 'free'}"
     yield Finding("torchrun", "note" if taken else "ok", text)
     if not dist.is_available() or not dist.is_gloo_available():
-        yield Finding("gloo", "fail", "this torch has no gloo: more than one rank cannot run")
+        yield Finding(
+            "gloo", "fail", "this torch does not have gloo: more than one rank cannot run"
+        )
         return
     started = time.perf_counter()
     problem = _try_gloo()

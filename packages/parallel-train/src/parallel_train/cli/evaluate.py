@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_config import ConfigError, ReportedError
-from parallel_train.cli.app import USAGE_ERROR, fail
+from parallel_config import ConfigError
 from parallel_train.cli.commands import EvaluateCommand
+from parallel_train.cli.exits import DONE, WRONG_INPUT, fail
 from parallel_train.cli.parsing import Parsed
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ def run(parsed: Parsed) -> int:
     command: EvaluateCommand = parsed.command
     if importlib.util.find_spec("metaworld") is None:
         print('ptrain evaluate needs MetaWorld: pip install "parallel-train[sim]"', file=sys.stderr)
-        return USAGE_ERROR
+        return WRONG_INPUT
     try:
         _evaluate(command)
     except ReportedError as error:
         return fail(error, "ptrain evaluate")
-    return 0
+    return DONE
 
 
 def _evaluate(command: EvaluateCommand) -> None:

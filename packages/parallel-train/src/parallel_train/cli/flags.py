@@ -87,7 +87,7 @@ def seconds(name: str, value: float | str) -> float:
     """A time that is to be waited for.
 
     Raises:
-        ConfigError: it is no number, or not above 0.
+        ConfigError: it is not a number, or not above 0.
     """
     try:
         number = float(value)

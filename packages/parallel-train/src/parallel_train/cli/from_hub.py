@@ -15,8 +15,8 @@ from typing import Any
 from parallel_config import ConfigError, Problem, ReportedError, is_agreed
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
-from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import LaunchOptions
+from parallel_train.cli.exits import WRONG_INPUT, fail
 from parallel_train.cli.launcher import without_flags
 from parallel_train.run.folder import default_output_dir
 
@@ -30,15 +30,14 @@ def fetched(argv: Sequence[str]) -> list[str]:
     With --nproc_per_node the launcher does, before there are ranks.
 
     Raises:
-        ConfigError: there is none, it is damaged, or the run that is here went further.
-        PublishError: the Hub does not give it. For both: ranks of a group leave the process, and
-            the main rank says why.
+        ConfigError: it is missing or damaged, or the run that is here went further. Ranks of a
+            group leave the process then, and the main one says why.
     """
     source = argv_flags.value_of(argv[1:], "from_hub")
     if argv[:1] != ["resume"] or source is None or {"-h", "--help"} & set(argv):
         return list(argv)
     if source.startswith("--"):
-        raise ConfigError(Problem("from_hub", "has no value.", "Use --from_hub user/run."))
+        raise ConfigError(Problem("from_hub", "needs a value.", "Use --from_hub user/run."))
     from parallel_train.cli.parsing import resume_flags
 
     paths = argv_flags.positionals(argv[1:], resume_flags())
@@ -69,7 +68,7 @@ def fetched(argv: Sequence[str]) -> list[str]:
 
         if facts.is_main or not is_agreed(error):
             fail(error, "ptrain resume")
-        leave(USAGE_ERROR, together=False)
+        leave(WRONG_INPUT, together=False)
     flags = _flags(checkpoint, source)
     if NO_WANDB in flags and facts.is_main and not argv_flags.is_given(argv, "logging.wandb"):
         print("not logged to Weights & Biases here, as it was there: add --logging.wandb to do so")
@@ -89,7 +88,7 @@ def _fetch(source: str, output_dir: str | None) -> Path:
         raise ConfigError(
             Problem(
                 "from_hub",
-                f"= {source!r} is no name on the Hub.",
+                f"= {source!r} is not a name on the Hub.",
                 "Use --from_hub user/run, or user/run@branch.",
             )
         )
@@ -128,7 +127,7 @@ def _flags(checkpoint: Path, source: str) -> list[str]:
         logged = (document.get("logging") or {}).get("wandb")
         same = section.get("repo_id") == source.partition("@")[0]
     except (OSError, ValueError, AttributeError):
-        return []  # told, with its place, when the config is read in earnest
+        return []  # reading the config for the resume reports it with its place
     flags = [NO_WANDB] if logged else []
     if same or not (section.get("enable") or section.get("push_checkpoints")):
         return flags

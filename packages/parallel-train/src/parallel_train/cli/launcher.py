@@ -16,7 +16,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parallel_config.environment import LAUNCHER_VARIABLE, LISTEN_VARIABLE, without_launch
-from parallel_train.run.signals import NOT_PUBLISHED, PREEMPTED, StopRequest, held_back
+from parallel_train.cli.exits import (
+    DONE,
+    FAILED,
+    NOT_PUBLISHED,
+    PREEMPTED,
+    WRONG_INPUT,
+    by_signal,
+    is_well,
+)
+from parallel_train.run.signals import StopRequest, held_back
 
 PEERS_S = 30.0
 """Seconds that the other ranks have to leave by themselves once one has failed."""
@@ -96,11 +105,11 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
                 worker.kill()
                 worker.process.wait()
     if ended_by:
-        return 128 + ended_by[0]
+        return by_signal(ended_by[0])
     if complaint:
         print(f"ptrain: {complaint}", file=sys.stderr)
     if ended is not None:
-        return 128 + ended
+        return by_signal(ended)
     return _verdict([worker.process.returncode for worker in workers])
 
 
@@ -108,7 +117,7 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
 def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[None]:
     """Start the ranks. Within, they know that the launcher is there."""
     command = [sys.executable, "-u", "-m", "parallel_train", *argv]
-    # Opened here and handed to rank 0, so that nobody can take the port in between.
+    # Opened here and handed to rank 0, so that no other program can take the port in between.
     with socket.create_server((HOST, 0), backlog=count) as meeting, _pipe() as watched:
         for rank in range(count):
             with held_back():  # until the rank can answer; it inherits that
@@ -125,8 +134,8 @@ def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[N
 
 
 def _environment(rank: int, count: int, meeting: socket.socket, watched: int) -> dict[str, str]:
-    """What a rank is told, beside what the launcher itself was."""
-    told = {
+    """The launcher's own environment, and what a rank needs beside it."""
+    given = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": count,
@@ -140,7 +149,7 @@ def _environment(rank: int, count: int, meeting: socket.socket, watched: int) ->
     return {
         "OMP_NUM_THREADS": "1",
         **without_launch(os.environ),
-        **{name: str(value) for name, value in told.items()},
+        **{name: str(value) for name, value in given.items()},
     }
 
 
@@ -166,8 +175,7 @@ def _wait(
         # Ranks that leave with 0 have all met before; the main rank may still be publishing.
         if first is None and ended:
             first = min(ended, key=lambda w: w.process.returncode)
-            is_failed = first.process.returncode not in (0, PREEMPTED)
-            if is_failed and now + PEERS_S < deadline:
+            if not is_well(first.process.returncode) and now + PEERS_S < deadline:
                 deadline, why = now + PEERS_S, f"did not leave within {PEERS_S:g} s after {first}"
                 unanswered = None
         if now > deadline:
@@ -176,8 +184,8 @@ def _wait(
             names = [worker.rank for worker in running]
             return f"ranks {names} {why}, and were killed.", unanswered
         time.sleep(POLL_S)
-    is_well = _verdict([worker.process.returncode for worker in workers]) != 1
-    return "" if is_well or first is None else f"{first} first.", None
+    failed = _verdict([worker.process.returncode for worker in workers]) == FAILED
+    return "" if not failed or first is None else f"{first} first.", None
 
 
 @contextlib.contextmanager
@@ -193,8 +201,8 @@ def _pipe() -> Iterator[int]:
 
 def _verdict(codes: Sequence[int]) -> int:
     found = set(codes)
-    if found <= {0, PREEMPTED}:
-        return PREEMPTED if PREEMPTED in found else 0
-    if found <= {0, NOT_PUBLISHED}:
+    if all(map(is_well, found)):
+        return PREEMPTED if PREEMPTED in found else DONE
+    if found <= {DONE, NOT_PUBLISHED}:
         return NOT_PUBLISHED
-    return 2 if found == {2} else 1
+    return WRONG_INPUT if found == {WRONG_INPUT} else FAILED

@@ -44,7 +44,7 @@ def _pairs(word: str) -> list[tuple[str, str]]:
     if not word.lstrip().startswith("{"):
         old, equals, new = word.partition("=")
         if not (old and equals and new):
-            raise ValueError(f"{word!r} is no pair OLD=NEW")
+            raise ValueError(f"{word!r} is not a pair OLD=NEW")
         return [(old, new)]
     pairs: Any = json.loads(word, object_pairs_hook=list)
     for pair in pairs:

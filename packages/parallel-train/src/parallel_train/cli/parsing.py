@@ -32,7 +32,7 @@ from parallel_train.config import SCHEMA, TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
 
 if TYPE_CHECKING:
-    from parallel_ckpt import StepFolder
+    from parallel_train.run.saved import SavedRun
 
 COMMANDS: dict[str, type[Any]] = {
     "train": TrainCommand,
@@ -60,6 +60,8 @@ class Parsed:
     """Dotted paths of the values that `--config FILE` gives."""
     notes: tuple[str, ...] = ()
     """What reading an older config changed."""
+    saved: SavedRun | None = None
+    """The checkpoint whose config the flags went over, if there was one."""
 
     def is_in_file(self, path: str) -> bool:
         """Whether the config file gives `path`, or something below it."""
@@ -75,7 +77,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     """
     name = argv[0] if argv else ""
     words = list(argv[1:])
-    default, notes = _default(name, words)
+    default, notes, saved = _default(name, words)
     with collect_problems() as problems:
         command = tyro.cli(
             _command_type(name, default),
@@ -94,6 +96,7 @@ def parse(argv: Sequence[str]) -> Parsed:
         argv=tuple(argv),
         in_file=frozenset(_leaves(_document(name, words))),
         notes=notes,
+        saved=saved,
     )
 
 
@@ -111,8 +114,11 @@ def _command_type(name: str, default: Any) -> Any:
     return Union[tuple(options)]  # noqa: UP007
 
 
-def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
-    """What the flags go over: a config file, or for `resume` the checkpoint's config."""
+def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...], SavedRun | None]:
+    """What the flags go over: a config file, or for `resume` the checkpoint's config.
+
+    Also lines about it, and the checkpoint.
+    """
     if name in ("train", "plan"):
         cls = COMMANDS[name]
         file = argv_flags.value_of(words, "config")
@@ -120,9 +126,10 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
         if file is not None:
             _refuse_empty("config", file)
             loaded = read_config(Path(file).expanduser(), trusted=True)
+        saved = None
         if name == "train":
-            loaded = _over_checkpoint(loaded, words) or loaded
-        return _with_policy(cls(run=loaded.config), words), loaded.notes
+            loaded, saved = _over_checkpoint(loaded, words)
+        return _with_policy(cls(run=loaded.config), words), loaded.notes, saved
     if name == "resume":
         path = next(iter(argv_flags.positionals(words, resume_flags())), None)
         if path is None and not {"-h", "--help"} & set(words):
@@ -134,11 +141,25 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...]]:
                 )
             )
         if path is None:
-            return None, ()
+            return None, (), None
         _refuse_empty("path", path)
-        loaded = checkpoint_config(path, words)
-        return _with_policy(ResumeCommand(path=path, run=loaded.config), words), loaded.notes
-    return None, ()
+        loaded, saved = _saved_at(path, argv_flags.value_of(words, "policy.type"))
+        return _with_policy(ResumeCommand(path=path, run=loaded.config), words), loaded.notes, saved
+    return None, (), None
+
+
+def _saved_at(path: str, repeated_type: str | None) -> tuple[Loaded[TrainConfig], SavedRun | None]:
+    """The config of the checkpoint that is meant, and the checkpoint, where both are intact.
+
+    Only registered policies resolve, unless the user repeats the path as `--policy.type`.
+    """
+    from parallel_train.run.saved import SavedRun, find_config
+
+    step, manifest = find_config(path)
+    if manifest is None:  # the start of the run says what is damaged, of every checkpoint
+        return read_config(step.train_config, trusted=False, repeated_type=repeated_type), None
+    saved = SavedRun.read(step, repeated_type=repeated_type, manifest=manifest)
+    return saved.loaded, saved
 
 
 def _document(name: str, words: Sequence[str]) -> dict[str, Any]:
@@ -152,26 +173,29 @@ def _document(name: str, words: Sequence[str]) -> dict[str, Any]:
 
 def _over_checkpoint(
     given: Loaded[TrainConfig], words: Sequence[str]
-) -> Loaded[TrainConfig] | None:
+) -> tuple[Loaded[TrainConfig], SavedRun | None]:
     """For `train --resume auto|must`: the file's values over the config of the run that is there.
 
-    None where there is no run yet, or none of whose configs is whole: its start says what then.
+    Only `given` where there is no run yet, or where none of its configs is intact: the start of the
+    run tells the user about that.
     """
     folder = argv_flags.value_of(words, "output_dir") or given.config.output_dir
     if argv_flags.value_of(words, "resume") not in ("auto", "must") or not folder:
-        return None
-    from parallel_ckpt import RunFolder, StepFolder
+        return given, None
+    from parallel_ckpt import RunFolder
+    from parallel_train.run.saved import SavedRun, find_config
 
     path = Path(folder).expanduser().absolute()
     if not RunFolder(path).committed_steps():
-        return None
-    file = _config_file(str(path))
-    if not _has_intact_config(StepFolder(file.parents[1])):
-        return None
+        return given, None
+    step, manifest = find_config(str(path))
+    if manifest is None:
+        return given, None
     own = _document("train", words)
     named = POLICIES.name_of(given.config.policy) if "policy" in own else None
     repeated = argv_flags.value_of(words, "policy.type") or named
-    saved = read_config(file, trusted=False, repeated_type=repeated)
+    checkpoint = SavedRun.read(step, repeated_type=repeated, manifest=manifest)
+    saved = checkpoint.loaded
     below = SCHEMA.to_document(saved.config)
     if "parallelism" in own or argv_flags.is_given(words, "parallelism"):
         # A degree that is given does not go with the other one that was resolved for other ranks.
@@ -180,8 +204,8 @@ def _over_checkpoint(
         own = {**own, "policy": SCHEMA.to_document(given.config)["policy"]}
         below = {**below, "policy": own["policy"]}
     merged = _merged(below, own, saved.config)
-    loaded = SCHEMA.from_document(merged, source=str(file), trusted=True)
-    return Loaded(loaded.config, (*given.notes, *saved.notes), saved.left_out)
+    loaded = SCHEMA.from_document(merged, source=str(step.train_config), trusted=True)
+    return Loaded(loaded.config, (*given.notes, *saved.notes), saved.left_out), checkpoint
 
 
 def _merged(below: Any, above: Any, section: Any) -> Any:
@@ -222,43 +246,6 @@ def _refuse_empty(name: str, value: str) -> None:
 def _empty(name: str, value: str, has_default: bool = True) -> Problem:
     way = f"Give --{name} a value{', or leave it out' if has_default else ''}."
     return Problem(name, f"= {value!r} is empty.", "Name a folder." if name == "path" else way)
-
-
-def checkpoint_config(path: str, words: Sequence[str]) -> Loaded[TrainConfig]:
-    """The config that a checkpoint was written with.
-
-    Only registered policies resolve, unless the user repeats the path as `--policy.type`.
-    """
-    repeated = argv_flags.value_of(words, "policy.type")
-    return read_config(_config_file(path), trusted=False, repeated_type=repeated)
-
-
-def _config_file(path: str) -> Path:
-    """The config file of the checkpoint that is meant; of a run folder, the newest intact one.
-
-    The other files are checked later; a number that was damaged in this one would go unseen.
-    """
-    from parallel_ckpt import RunFolder, StepFolder, resolve_checkpoint
-    from parallel_ckpt.store.find import newest_first
-
-    newest = StepFolder(resolve_checkpoint(path))
-    run = RunFolder(Path(path).expanduser().absolute())
-    if run.checkpoints.is_dir():
-        steps = [newest, *map(StepFolder, newest_first(run))]
-        newest = next(filter(_has_intact_config, steps), newest)
-    return newest.train_config
-
-
-def _has_intact_config(step: StepFolder) -> bool:
-    from parallel_ckpt import CheckpointError, read_manifest
-    from parallel_ckpt.store.integrity import file_problems
-
-    try:
-        name = step.train_config.relative_to(step.path).as_posix()
-        records = [record for record in read_manifest(step).files if record.path == name]
-    except CheckpointError:
-        return False
-    return bool(records) and not list(file_problems(step, records, "full"))
 
 
 def _with_policy(command: Any, words: Sequence[str]) -> Any:

@@ -1,12 +1,12 @@
-"""`ptrain plan`: units, bytes per rank and communication of a run that nobody has started."""
+"""`ptrain plan`: units, bytes per rank and communication of a run, without starting it."""
 
 from __future__ import annotations
 
 import sys
 
 from parallel_config import ConfigError, Problem
-from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import PlanCommand
+from parallel_train.cli.exits import DONE, WRONG_INPUT, fail
 from parallel_train.cli.parsing import Parsed
 from parallel_train.config import TrainConfig
 
@@ -41,9 +41,9 @@ def run(parsed: Parsed) -> int:
         if isinstance(error, ConfigError):
             return fail(error, "ptrain plan")
         print(f"ptrain plan: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return WRONG_INPUT
     print(found.to_json() if command.json else found.render())
-    return 0
+    return DONE
 
 
 def _states_per_param(config: TrainConfig) -> int:

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from parallel_config import ConfigError, Problem, ReportedError
-from parallel_train.cli.app import fail
+from parallel_config import ConfigError, Problem
 from parallel_train.cli.commands import PublishCommand
+from parallel_train.cli.exits import DONE, NOT_PUBLISHED, end_at_once, fail
 from parallel_train.cli.parsing import Parsed
-from parallel_train.run.signals import NOT_PUBLISHED, StopRequest
+from parallel_train.run.signals import StopRequest
 
 ANNOUNCEMENT = "leaving as soon as that harms nothing; send it again to stop at once"
 E = TypeVar("E", bound=ReportedError)
@@ -119,14 +119,14 @@ def publish(
     from parallel_publish import publish_checkpoint
 
     card = _card(path, str(config.repo_id))
-    with StopRequest(announce=ANNOUNCEMENT) as stop:
+    with StopRequest(announce=ANNOUNCEMENT, on_second=end_at_once) as stop:
         result = publish_checkpoint(
             path, config, card=card, dry_run=dry_run, stop=stop.is_asked, **options
         )
     if result.error is not None:
         result = dataclasses.replace(result, error=spoken(result.error, names))
     print(result.render(), file=sys.stdout if result.ok else sys.stderr)
-    return 0 if result.ok else NOT_PUBLISHED
+    return DONE if result.ok else NOT_PUBLISHED
 
 
 def _card(path: str | Path, repo_id: str) -> Any:
@@ -164,9 +164,9 @@ def _push(command: PublishCommand, config: Any) -> int:
         target = Target.of(config)
     if command.dry_run:
         print(f"would push {checkpoint} to {target.repo_id}@{target.revision}")
-        return 0
+        return DONE
     try:
-        with StopRequest(announce=ANNOUNCEMENT) as stop:
+        with StopRequest(announce=ANNOUNCEMENT, on_second=end_at_once) as stop:
             preflight(target, stop=stop.is_asked)
             url = push_checkpoint_to_hub(checkpoint, target, stop=stop.is_asked)
     except PublishError as error:
@@ -176,4 +176,4 @@ def _push(command: PublishCommand, config: Any) -> int:
         )
         return NOT_PUBLISHED
     print(f"pushed {checkpoint}: {url}")
-    return 0
+    return DONE

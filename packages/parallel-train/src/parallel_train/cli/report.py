@@ -6,8 +6,8 @@ import importlib.util
 import sys
 
 from parallel_config import ConfigError
-from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import ReportCommand
+from parallel_train.cli.exits import DONE, WRONG_INPUT, fail
 from parallel_train.cli.parsing import Parsed
 
 
@@ -16,11 +16,11 @@ def run(parsed: Parsed) -> int:
     command: ReportCommand = parsed.command
     if importlib.util.find_spec("matplotlib") is None:
         print('ptrain report needs pip install "parallel-train[plot]"', file=sys.stderr)
-        return USAGE_ERROR
+        return WRONG_INPUT
     from parallel_train.metrics.report import draw_report
 
     try:
         print(draw_report(command.path, command.output))
     except ConfigError as error:
         return fail(error, "ptrain report")
-    return 0
+    return DONE

@@ -1,41 +1,79 @@
-"""`train` and `resume`: from a parsed command to a job, and from its outcome to an exit code."""
+"""`ptrain train`: from a parsed command to a job, and from its outcome to an exit code."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_config import ConfigError, Problem, ReportedError, is_agreed
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_train.cli import flags as argv_flags
-from parallel_train.cli.app import USAGE_ERROR, fail
 from parallel_train.cli.commands import ResumeCommand, TrainCommand
-from parallel_train.cli.parsing import Parsed
-from parallel_train.config import SCHEMA
-from parallel_train.run.signals import (
+from parallel_train.cli.exits import (
+    DONE,
+    FAILED,
     NOT_PUBLISHED,
     PREEMPTED,
-    StopRequest,
-    stop_without_launcher,
+    WRONG_INPUT,
+    end_at_once,
+    fail,
+    is_well,
 )
+from parallel_train.cli.parsing import Parsed
+from parallel_train.config import SCHEMA
+from parallel_train.run.job import Job
+from parallel_train.run.signals import StopRequest, stop_without_launcher
 
 if TYPE_CHECKING:
-    from parallel_train.train import Job, Outcome
+    from parallel_train.train import Outcome
 
 ANNOUNCEMENT = "saving at the end of this update, then leaving; send it again to stop at once"
 
 
 def run(parsed: Parsed) -> int:
-    """Train or resume. Returns the exit code; a rank of a group leaves the process itself."""
+    """Train. Returns the exit code; a rank of a group leaves the process itself."""
+    return start(parsed, job_of)
+
+
+def job_of(parsed: Parsed) -> Job:
+    """The job of a `train` command."""
+    command: TrainCommand = parsed.command
+    return dataclasses.replace(common_job(parsed), resume=command.resume)
+
+
+def common_job(parsed: Parsed) -> Job:
+    """The part of a job that `train` and `resume` say with the same flags."""
+    command: TrainCommand | ResumeCommand = parsed.command
+    return Job(
+        config=command.run,
+        saved=parsed.saved,
+        output_dir_given=argv_flags.is_given(parsed.argv, "output_dir"),
+        parallelism_given=argv_flags.is_given(parsed.argv, "parallelism"),
+        parallelism_in_file=parsed.is_in_file("parallelism"),
+        accumulation_given=argv_flags.is_given(
+            parsed.argv, "accelerator.gradient_accumulation.steps"
+        ),
+        stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
+        allow_batch_change=command.allow_batch_change,
+        notes=parsed.notes,
+    )
+
+
+def start(parsed: Parsed, job: Callable[[Parsed], Job]) -> int:
+    """Be a rank, or start ranks that read the same words: the way of `train` and of `resume`.
+
+    Returns the exit code; a rank of a group leaves the process itself.
+    """
     command: TrainCommand | ResumeCommand = parsed.command
     if command.print_config:
         for line in parsed.notes:
             print(line, file=sys.stderr)
         print(SCHEMA.dump(command.run), end="")
-        return 0
+        return DONE
     try:
         check_environment()
         facts = LaunchFacts.read()
@@ -43,7 +81,7 @@ def run(parsed: Parsed) -> int:
         return fail(error, f"ptrain {parsed.argv[0]}")
     nproc = command.launch.nproc_per_node
     if nproc is None:
-        return _work(parsed, facts)
+        return _work(parsed, facts, job)
     return _launch(parsed, facts, nproc)
 
 
@@ -69,34 +107,36 @@ def _refuse(path: str, message: str, remedy: str) -> int:
     return fail(ConfigError(Problem(path, message, remedy)), "ptrain")
 
 
-def _work(parsed: Parsed, facts: LaunchFacts) -> int:
+def _work(parsed: Parsed, facts: LaunchFacts, job: Callable[[Parsed], Job]) -> int:
     """Be a rank. Its exit code; one of several leaves the process here."""
     # Before torch is imported: a signal during the start is a request like any other.
     announce = "" if facts.launcher_fd is not None or not facts.is_main else ANNOUNCEMENT
-    with StopRequest(announce=announce) as stop:
+    with StopRequest(announce=announce, on_second=end_at_once) as stop:
         if facts.launcher_fd is not None:
             stop_without_launcher(facts.launcher_fd)
-        code = _train(parsed, facts, stop)
+        code = _train(parsed, facts, job, stop)
         if facts.world_size > 1:
             from parallel_engine import leave
 
-            leave(code, together=code in (0, PREEMPTED))
+            leave(code, together=is_well(code))
     return code
 
 
-def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
+def _train(
+    parsed: Parsed, facts: LaunchFacts, job: Callable[[Parsed], Job], stop: StopRequest
+) -> int:
     from parallel_engine import NonFiniteError, PeerError, UnusedParametersError, connect
     from parallel_train.train import train
 
     try:
         seconds = argv_flags.seconds("timeout_s", parsed.command.launch.timeout_s)
         connect(timeout=timedelta(seconds=seconds))
-        return _finish(train(_job(parsed), stop), facts, stop)
-    except ReportedError as error:
+        return _finish(train(job(parsed), stop), facts, stop)
+    except ConfigError as error:
         # Agreed errors are the main rank's to print; any other is this rank's own.
         if facts.is_main or not is_agreed(error):
             fail(error, f"ptrain {parsed.argv[0]}")
-        return USAGE_ERROR
+        return WRONG_INPUT
     except (NonFiniteError, UnusedParametersError) as error:  # the same on every rank
         if facts.is_main:
             fail(error, f"ptrain {parsed.argv[0]}")
@@ -105,37 +145,17 @@ def _train(parsed: Parsed, facts: LaunchFacts, stop: StopRequest) -> int:
     except Exception:
         # The group may be broken: say why and leave without a collective.
         traceback.print_exc()
-    return 1
+    return FAILED
 
 
 def _finish(outcome: Outcome, facts: LaunchFacts, stop: StopRequest) -> int:
     """Exit code of a run that ended well; what it publishes is sent once the ranks have parted."""
+    code = PREEMPTED if outcome.preempted else DONE
     if outcome.publisher is None:
-        return outcome.exit_code
+        return code
     from parallel_engine import part
 
     part()
     if not facts.is_main or outcome.publisher.finish(stop.is_asked):
-        return outcome.exit_code
-    return outcome.exit_code or NOT_PUBLISHED
-
-
-def _job(parsed: Parsed) -> Job:
-    from parallel_train.train import Job
-
-    command = parsed.command
-    resume = isinstance(command, ResumeCommand)
-    return Job(
-        config=command.run,
-        resume="must" if resume else command.resume,
-        checkpoint=Path(command.path) if resume else None,
-        output_dir_given=argv_flags.is_given(parsed.argv, "output_dir"),
-        parallelism_given=argv_flags.is_given(parsed.argv, "parallelism"),
-        parallelism_in_file=parsed.is_in_file("parallelism"),
-        accumulation_given=argv_flags.is_given(
-            parsed.argv, "accelerator.gradient_accumulation.steps"
-        ),
-        stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
-        allow_batch_change=command.allow_batch_change,
-        notes=parsed.notes,
-    )
+        return code
+    return code or NOT_PUBLISHED  # a scheduler must still see that the run is to be started again

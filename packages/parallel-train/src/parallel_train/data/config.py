@@ -20,19 +20,20 @@ class DatasetConfig:
     """A LeRobotDataset v3.0 folder and how its frames reach the model."""
 
     root: str | None = None
-    """Folder of the dataset (the one that holds meta/info.json); None is the dataset that ships
-    in the package, recorded from MetaWorld's scripted experts."""
+    """Folder of the dataset (the one that holds meta/info.json). None means the dataset that ships
+    in the package, which was recorded from MetaWorld's scripted experts."""
     episodes: tuple[int, ...] | None = None
     """Episodes to train on, by number; None takes every one."""
     rename: dict[str, str] = field(default_factory=dict)
-    """Features that the policy reads under another name than the dataset's, as OLD=NEW pairs or one
-    JSON mapping; in files a mapping. It is saved with the model, which then reads both."""
+    """Other names for features: OLD is the dataset's name, NEW is the policy's. Give OLD=NEW pairs
+    or one JSON mapping; in a file, give a mapping. It is saved with the model, which then reads
+    both names."""
     stats: Literal["file", "data"] = "file"
-    """Statistics for normalization: "file" takes meta/stats.json, which is of all episodes,
-    and checks it against the frames; "data" computes them from the episodes that are trained on
-    (of cameras they are the file's in any case)."""
+    """Where the statistics for normalization come from. "file" takes meta/stats.json, which covers
+    all episodes, and checks it against the frames. "data" computes them from the episodes that are
+    trained on. Those of cameras always come from the file."""
     tolerance_s: float = 1e-4
-    """How far, in seconds, a timestamp may lie from the frame it stands for."""
+    """Largest distance, in seconds, between a timestamp and its frame."""
     num_workers: int = 0
     """Loader processes per rank; 0 loads in the training process."""
     prefetch_factor: int = 2
@@ -56,7 +57,7 @@ class DatasetConfig:
         if self.root is not None and not self.root.strip():
             yield Problem(
                 "dataset.root",
-                "= '' is no folder.",
+                "= '' is not a folder.",
                 "Use --dataset.root with a path, or leave it out for the dataset in the package.",
             )
         yield from self._episode_problems()
@@ -80,7 +81,7 @@ class DatasetConfig:
             return
         way = "Use --dataset.episodes 0 1 2, or None for every one."
         if not self.episodes:
-            yield Problem("dataset.episodes", "= [] chooses no episode.", way)
+            yield Problem("dataset.episodes", "= [] does not choose any episode.", way)
         repeated = sorted({e for e in self.episodes if self.episodes.count(e) > 1})
         if repeated:
             yield Problem("dataset.episodes", f"names {repeated} more than once.", way)

@@ -131,7 +131,9 @@ def file_stats(metadata: Metadata, columns: Mapping[str, Column]) -> dict[str, S
     for name in learned(metadata, columns):
         entry = metadata.stats.get(name)
         if not isinstance(entry, dict):
-            raise folder_error(metadata.root, f"meta/stats.json has no statistics of {name}.", way)
+            raise folder_error(
+                metadata.root, f"meta/stats.json does not have statistics of {name}.", way
+            )
         try:
             stats[name] = Stats.from_plain(entry, columns[name].shape[1:])
         except ValueError as error:
@@ -165,7 +167,9 @@ def _read_file(metadata: Metadata, file: str, wanted: Mapping[str, Feature]) -> 
 def _column(metadata: Metadata, table: pa.Table, file: str, name: str, feature: Feature) -> Column:
     if name not in table.column_names:
         raise folder_error(
-            metadata.root, f"{file} has no column {name!r} that meta/info.json declares.", _COPY
+            metadata.root,
+            f"{file} does not have the column {name!r} that meta/info.json declares.",
+            _COPY,
         )
     column = table[name].combine_chunks()
     if column.null_count:

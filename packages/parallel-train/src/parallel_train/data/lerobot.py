@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,23 @@ from parallel_train.data.frames import Indices
 from parallel_train.data.metadata import Metadata, folder_error, read_metadata
 from parallel_train.data.spec import DataSpec, Feature
 from parallel_train.data.stats import Stats
-from parallel_train.policies.base import PolicyConfig
 
 Batch = dict[str, Tensor]
 Deltas = Mapping[str, Sequence[float]]
 Mask = npt.NDArray[np.bool_]
+
+
+class FrameReader(Protocol):
+    """What reads the frames, as far as the data care; every `PolicyConfig` is one."""
+
+    @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Videos to decode, by the reader's names."""
+        ...
+
+    def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
+        """Seconds relative to the sampled frame at which each feature is read."""
+        ...
 
 
 class LeRobotDataset(Dataset[Batch]):
@@ -48,9 +60,10 @@ class LeRobotDataset(Dataset[Batch]):
         tolerance_s: How far a timestamp may lie from the frame it stands for.
         cameras: Videos to decode, by feature name; others are left unread.
         rename: The dataset's name to the policy's, where they differ.
+        metadata: The `meta` folder of `root` where it has been read already, with `rename`.
 
     Raises:
-        ConfigError: the folder is no dataset, is damaged, or does not fit what was asked for.
+        ConfigError: the folder is not a dataset, is damaged, or does not fit what was asked for.
     """
 
     def __init__(
@@ -63,8 +76,10 @@ class LeRobotDataset(Dataset[Batch]):
         tolerance_s: float = 1e-4,
         cameras: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
+        metadata: Metadata | None = None,
     ) -> None:
-        metadata = read_metadata(Path(root), rename)
+        if metadata is None:
+            metadata = read_metadata(Path(root), rename)
         columns = frames.read_frames(metadata)
         frames.check_timestamps(metadata, columns, tolerance_s=tolerance_s)
         self._frames = frames.select_frames(metadata, episodes)
@@ -88,21 +103,25 @@ class LeRobotDataset(Dataset[Batch]):
         self._columns = {name: torch.from_numpy(column) for name, column in columns.items()}
 
     @classmethod
-    def from_config(cls, config: DatasetConfig, policy: PolicyConfig) -> LeRobotDataset:
+    def from_config(
+        cls, config: DatasetConfig, policy: FrameReader, metadata: Metadata | None = None
+    ) -> LeRobotDataset:
         """The dataset of a run, with the frames that its policy reads.
 
         Raises:
             ConfigError: as above.
         """
-        fps = read_metadata(config.folder, config.rename).spec.fps
+        if metadata is None:
+            metadata = read_metadata(config.folder, config.rename)
         return cls(
             config.folder,
-            policy.delta_timestamps(fps),
+            policy.delta_timestamps(metadata.spec.fps),
             config.episodes,
             stats=config.stats,
             tolerance_s=config.tolerance_s,
             cameras=policy.camera_names,
             rename=config.rename,
+            metadata=metadata,
         )
 
     def of_episodes(self, episodes: Sequence[int]) -> LeRobotDataset:
@@ -121,11 +140,11 @@ class LeRobotDataset(Dataset[Batch]):
         """Check that the policy's feature `name` lies in [low, high] in every chosen frame.
 
         Raises:
-            ConfigError: it does not, or is no column of numbers.
+            ConfigError: it does not, or it is not a column of numbers.
         """
         column = self._columns.get(self.metadata.stored_names.get(name, name))
         if column is None:
-            raise folder_error(self.metadata.root, f"it has no column of numbers {name!r}.")
+            raise folder_error(self.metadata.root, f"the column of numbers {name!r} is missing.")
         values = column.numpy()[self._frames].reshape(len(self._frames), -1)
         bad = np.flatnonzero(~((values >= low) & (values <= high)).all(axis=1))
         if bad.size:
@@ -213,7 +232,7 @@ def _offsets(
     if name not in readable:
         raise folder_error(
             metadata.root,
-            f"it has no feature {name!r}, of which the policy wants {len(deltas)} frames.",
+            f"the feature {name!r} is missing, of which the policy reads {len(deltas)} frames.",
             f"It has: {', '.join(sorted(readable))}.",
         )
     exact = np.asarray(deltas, dtype=np.float64) * fps

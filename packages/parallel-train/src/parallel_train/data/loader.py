@@ -87,8 +87,8 @@ def _report(
 ) -> None:
     """Show an error, unless it only says that the training process is gone.
 
-    The thread that hands tensors over meets a dead process in the middle of a handshake. The death
-    is for whoever watches that process to tell; a worker's traceback would hide it.
+    The thread that hands tensors over meets a dead process in the middle of a handshake. The
+    launcher reports that death; a worker's traceback would hide the report.
     """
     deadline = time.monotonic() + 1.0
     while isinstance(error, OSError | EOFError) and time.monotonic() < deadline:

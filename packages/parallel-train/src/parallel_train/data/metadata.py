@@ -92,13 +92,13 @@ def read_metadata(root: Path, rename: Mapping[str, str] | None = None) -> Metada
     `rename` gives features the names by which the policy reads them (`DatasetConfig.rename`).
 
     Raises:
-        ConfigError: the folder is no LeRobotDataset v3.0, its metadata is damaged, or a feature
+        ConfigError: the folder is not a LeRobotDataset v3.0, its metadata is damaged, or a feature
             cannot be renamed so.
     """
     if not root.is_dir():
         raise folder_error(
             root,
-            "there is no such folder.",
+            "this folder does not exist.",
             "Use --dataset.root with the folder that holds meta/info.json.",
         )
     info = _read_info(root)
@@ -145,13 +145,13 @@ def _read_json(root: Path, name: str) -> Any:
     except OSError as error:
         raise folder_error(root, f"{name} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise folder_error(root, f"{name} is no valid JSON: {error}.", _COPY) from error
+        raise folder_error(root, f"{name} is not valid JSON: {error}.", _COPY) from error
 
 
 def _read_info(root: Path) -> dict[str, Any]:
     info = _read_json(root, "meta/info.json")
     if not isinstance(info, dict):
-        raise folder_error(root, "meta/info.json holds no mapping.", _COPY)
+        raise folder_error(root, "meta/info.json does not hold a mapping.", _COPY)
     version = info.get("codebase_version")
     if version != VERSION:
         old = isinstance(version, str) and version.startswith(("v1", "v2"))
@@ -179,11 +179,13 @@ def _read_features(root: Path, info: Mapping[str, Any]) -> dict[str, Feature]:
             features[name] = Feature(str(entry["dtype"]), shape, _names(entry.get("names")))
         except (KeyError, TypeError, ValueError):
             raise folder_error(
-                root, f"meta/info.json: feature {name!r} has no valid dtype and shape.", _COPY
+                root,
+                f"meta/info.json: feature {name!r} does not have a valid dtype and shape.",
+                _COPY,
             ) from None
     missing = [name for name in BOOKKEEPING if name not in features]
     if missing:
-        raise folder_error(root, f"meta/info.json declares no feature {', '.join(missing)}.")
+        raise folder_error(root, f"meta/info.json does not declare {', '.join(missing)}.")
     return features
 
 
@@ -200,7 +202,9 @@ def _rename_problems(
             )
         elif old in BOOKKEEPING:
             yield Problem(
-                "dataset.rename", f"names {old!r}, which keeps its name.", "Leave it out."
+                "dataset.rename",
+                f"names {old!r}, a column that cannot be renamed.",
+                "Leave it out.",
             )
         elif not new.strip():
             yield Problem("dataset.rename", f"gives {old!r} an empty name.", "Leave it out.")
@@ -233,7 +237,9 @@ def _read_tasks(root: Path) -> tuple[str, ...]:
     # LeRobot keeps the text in the index of a data frame; its name differs between versions.
     texts = [name for name in table.column_names if name != "task_index"]
     if not texts or "task_index" not in table.column_names:
-        raise folder_error(root, "meta/tasks.parquet has no task_index and task text.", _COPY)
+        raise folder_error(
+            root, "meta/tasks.parquet does not have a task_index and a task text.", _COPY
+        )
     column = "task" if "task" in texts else texts[0]
     pairs = zip(table["task_index"].to_pylist(), table[column].to_pylist(), strict=True)
     tasks = sorted(pairs)
@@ -256,11 +262,15 @@ def _read_episodes(
             root, f"meta/episodes or a path template of meta/info.json is incomplete: {error!r}."
         ) from error
     if not episodes:
-        raise folder_error(root, "it has no episodes.", "Record some, or use another dataset.")
+        raise folder_error(
+            root, "it does not have any episodes.", "Record some, or use another dataset."
+        )
     empty = [episode.number for episode in episodes if episode.end <= episode.first]
     if empty:
         raise folder_error(
-            root, f"episodes {empty[:10]} have no frames.", "Remove them with LeRobot's tools."
+            root,
+            f"episodes {empty[:10]} do not have any frames.",
+            "Remove them with LeRobot's tools.",
         )
     ends = [0, *(episode.end for episode in episodes)]
     for end, episode in zip(ends, episodes, strict=False):
@@ -277,7 +287,7 @@ def _read_episodes(
 def _episode_rows(root: Path) -> list[dict[str, Any]]:
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
-        raise folder_error(root, "meta/episodes holds no parquet file.", _COPY)
+        raise folder_error(root, "meta/episodes does not hold a parquet file.", _COPY)
     rows: list[dict[str, Any]] = []
     for file in files:
         table = read_table(root, str(file.relative_to(root)))

@@ -66,7 +66,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
     ) -> None:
         if num_samples < 1:
             raise ConfigError(
-                Problem("dataset.root", "has no samples to train on.", "Use another dataset.")
+                Problem(
+                    "dataset.root", "does not have any samples to train on.", "Use another dataset."
+                )
             )
         self.num_samples, self.batch_size, self.accumulation = num_samples, batch_size, accumulation
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size

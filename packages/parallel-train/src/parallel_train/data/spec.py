@@ -52,7 +52,7 @@ class DataSpec:
         """Width of the vector feature `name`.
 
         Raises:
-            ConfigError: there is no such feature, or it is no vector.
+            ConfigError: the feature is missing, or it is not a vector.
         """
         feature = self.features.get(name)
         if feature is not None and feature.is_vector:

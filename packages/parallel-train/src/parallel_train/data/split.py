@@ -16,16 +16,16 @@ from parallel_train.data.config import DatasetConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Episodes that are held out of training, and how often the loss on them is taken. The
-    statistics of meta/stats.json include them; --dataset.stats data computes them without.
+    """Episodes that are held out of training, and how often their loss is computed. The statistics
+    in meta/stats.json include them; --dataset.stats data computes statistics without them.
     """
 
     fraction: float = 0.0
-    """Share of the episodes that is held out; at least one episode when it is above 0."""
+    """Share of the episodes that is held out. Above 0 it is at least one episode."""
     episodes: tuple[int, ...] | None = None
     """Episodes that are held out, by number, instead of a share."""
     freq: int = 100
-    """Optimizer updates between evaluations; one comes at the end of the run in any case."""
+    """Optimizer updates between evaluations. The end of the run always has one."""
     max_samples: int | None = None
     """Held-out samples per evaluation, spread evenly over all of them; None takes all."""
 
@@ -48,7 +48,9 @@ class EvalConfig:
                 "Set the other one back: --eval.fraction 0, or --eval.episodes None.",
             )
         if self.episodes is not None and not self.episodes:
-            yield Problem("eval.episodes", "= [] holds nothing out.", "Use --eval.episodes None.")
+            yield Problem(
+                "eval.episodes", "= [] does not hold any episode out.", "Use --eval.episodes None."
+            )
         for name in ("freq", "max_samples"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -90,7 +92,7 @@ def split_episodes(numbers: Sequence[int], dataset: DatasetConfig, config: EvalC
             Problem(
                 "eval.episodes" if config.episodes is not None else "eval.fraction",
                 f"holds out {len(held_out)} of {len(chosen)} episodes: none is left to train on.",
-                "Hold out fewer.",
+                "Hold out fewer episodes.",
             )
         )
     return Split(trained, held_out)

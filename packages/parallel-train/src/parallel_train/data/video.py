@@ -75,7 +75,7 @@ class VideoFrames:
     def _no_frame(self, file: str, time_s: float, found_s: float) -> ConfigError:
         return folder_error(
             self._root,
-            f"{file} has no frame at {time_s:.4f} s (the nearest that was decoded is at "
+            f"{file} does not have a frame at {time_s:.4f} s (the nearest that was decoded is at "
             f"{found_s:.4f} s).",
             "Copy the dataset again, or allow more with --dataset.tolerance_s.",
         )
@@ -101,7 +101,7 @@ class VideoFrames:
             ) from error
         except (OSError, self._av.FFmpegError) as error:
             raise folder_error(
-                self._root, f"{file} is no readable video: {error}.", "Copy the dataset again."
+                self._root, f"{file} is not a readable video: {error}.", "Copy the dataset again."
             ) from error
         container.streams.video[0].codec_context.thread_count = 1
         return container

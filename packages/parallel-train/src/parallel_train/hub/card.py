@@ -16,7 +16,7 @@ from parallel_train.data.config import EMBEDDED_ROOT
 from parallel_train.policies.factory import policy_class
 from parallel_train.policies.registry import POLICIES
 from parallel_train.run.adapt import global_batch
-from parallel_train.run.folder import RunFolder
+from parallel_train.run.folder import RunFiles
 
 _NO_METRICS = ("step", "grad_norm", "lr", "samples_seen", "samples_per_s", "skipped")
 
@@ -73,12 +73,12 @@ def describe_checkpoint(checkpoint: Path, repo_id: str) -> CardInfo | None:
         repo_id=repo_id,
         topology=manifest.topology,
         step=manifest.step,
-        metrics=RunFolder(checkpoint.parent.parent).metrics,
+        metrics=RunFiles(checkpoint.parent.parent).metrics,
     )
 
 
 def describe_folder(folder: Path, repo_id: str) -> CardInfo | None:
-    """The card of a folder that `ptrain convert` wrote; None where there is no config of ours."""
+    """The card of a folder that `ptrain convert` wrote; None where `ptrain` did not train it."""
     try:
         config = read_config(folder / TRAIN_CONFIG, trusted=False).config
     except (ConfigError, OSError):
@@ -87,7 +87,7 @@ def describe_folder(folder: Path, repo_id: str) -> CardInfo | None:
 
 
 def _rows(metrics: Path, step: int | None) -> Sequence[dict[str, Any]]:
-    """Rows up to `step`; a line that a crash cut short, and a file that is gone, are no error."""
+    """Rows up to `step`; a line that a crash cut short, or a missing file, is not an error."""
     try:
         lines = metrics.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -33,10 +33,10 @@ from parallel_publish.client import without_bars
 from parallel_publish.retry import Stop, never
 from parallel_publish.staging import bundle_folder
 from parallel_train.config import SCHEMA, TrainConfig
-from parallel_train.data.metadata import read_metadata
+from parallel_train.data.metadata import Metadata
 from parallel_train.hub.card import describe_run
 from parallel_train.policies.factory import build_policy
-from parallel_train.run.folder import RunFolder
+from parallel_train.run.folder import RunFiles
 
 STOP_WAIT_S = 10.0
 """How long a run that was asked to stop waits for a push under way."""
@@ -46,10 +46,17 @@ class RunPublisher:
     """The publishing side of one run; free and silent where nothing is to be published."""
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, topology: Topology, *, is_main: bool
+        self,
+        config: TrainConfig,
+        files: RunFiles,
+        topology: Topology,
+        *,
+        is_main: bool,
+        metadata: Callable[[], Metadata],
     ) -> None:
-        self._config, self._folder, self._topology = config, folder, topology
-        self._is_main = is_main
+        """`metadata` reads the dataset's, for the size of the model."""
+        self._config, self._files, self._topology = config, files, topology
+        self._is_main, self._metadata = is_main, metadata
         self._pusher: CheckpointPusher | None = None
         self._staged: Staged | None = None
         self._failures: list[str] = []
@@ -68,8 +75,8 @@ class RunPublisher:
             preflight_publish(
                 publish,
                 card=card,
-                staging=self._folder.path if publish.enable else None,
-                needed_bytes=lambda: _model_bytes(self._config),
+                staging=self._files.path if publish.enable else None,
+                needed_bytes=lambda: _model_bytes(self._config, self._metadata),
             )
         except ReportedError as error:
             problems = [*error.problems, _without(publish)]
@@ -95,13 +102,13 @@ class RunPublisher:
             self._staged = stage_trained_model(
                 model,
                 publish,
-                staging=bundle_folder(self._folder.path, step, Target.of(publish)),
+                staging=bundle_folder(self._files.path, step, Target.of(publish)),
                 card=together(lambda: self._card(step)),
                 files=files,
                 train_config=SCHEMA.dump(self._config),
             )
-        except ReportedError as error:
-            path = shlex.quote(str(self._folder.last.absolute()))
+        except ConfigError as error:
+            path = shlex.quote(str(self._files.last.absolute()))
             retry = f"ptrain publish {path} --repo_id {publish.repo_id}"
             self._failures.append(f"not published: {error}\n  retry: {retry}")
 
@@ -140,7 +147,7 @@ class RunPublisher:
             repo_id=str(self._config.publish.repo_id),
             topology=self._topology,
             step=step,
-            metrics=self._folder.metrics,
+            metrics=self._files.metrics,
         )
 
 
@@ -151,22 +158,22 @@ def _without(publish: PublishConfig) -> Problem:
     return Problem("publish", ": the run needs none of it.", f"Use {flags} to train all the same.")
 
 
-def finished_hint(publish: PublishConfig, folder: RunFolder) -> str:
+def finished_hint(publish: PublishConfig, files: RunFiles) -> str:
     """For a run that was finished before this start: publishing belongs to the end of training."""
     if not publish.enable:
         return ""
-    path = shlex.quote(str(folder.path))
+    path = shlex.quote(str(files.path))
     return f"; to publish it: ptrain publish {path} --repo_id {publish.repo_id}"
 
 
-def _model_bytes(config: TrainConfig) -> int:
+def _model_bytes(config: TrainConfig, metadata: Callable[[], Metadata]) -> int:
     """Bytes of the weights, from a model without memory; 0 where the policy cannot be built so.
 
     The disk is looked at again when the model is gathered.
     """
     try:
-        spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
+        spec = metadata().policy_spec
         with torch.device("meta"):
             return num_bytes(build_policy(config.policy, spec))
-    except Exception:  # whatever is wrong with the policy is told when it is built in earnest
+    except Exception:  # building the policy for the run reports what is wrong with it
         return 0

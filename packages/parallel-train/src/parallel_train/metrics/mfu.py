@@ -28,7 +28,7 @@ def flops_per_sample(config: TrainConfig, dataset: LeRobotDataset) -> int:
 
 
 def device_peak(config: TrainConfig, device: torch.device) -> float | None:
-    """Operations per second of one device in the run's precision; None where nobody knows."""
+    """Operations per second of one device in the run's precision; None where it is not known."""
     if config.logging.peak_flops is not None:
         return config.logging.peak_flops
     if device.type != "cuda":

@@ -17,7 +17,7 @@ def draw_report(run: str | Path, output: str | Path | None = None) -> Path:
     """Draw the run and return the picture's path, `report.png` in the run folder by default.
 
     Raises:
-        ConfigError: the folder holds no readable metrics.
+        ConfigError: the folder does not hold readable metrics.
     """
     folder = Path(run).expanduser()
     rows = read_rows(folder)
@@ -38,18 +38,20 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
     """The rows of a run, one per optimizer update; a last line that a crash cut short is left out.
 
     Raises:
-        ConfigError: no such file, or nothing in it.
+        ConfigError: the file is missing or empty.
     """
     path = folder / "metrics.jsonl"
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(
-            Problem("path", f"= {str(folder)!r} holds no metrics.jsonl.", "Give a run folder.")
+            Problem(
+                "path", f"= {str(folder)!r} does not hold a metrics.jsonl.", "Give a run folder."
+            )
         ) from error
     rows = [row for row in map(_row, lines) if row is not None]
     if not rows:
-        raise ConfigError(Problem("path", f"= {str(path)!r} holds no rows yet."))
+        raise ConfigError(Problem("path", f"= {str(path)!r} does not hold any rows yet."))
     return rows
 
 

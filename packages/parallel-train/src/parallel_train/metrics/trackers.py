@@ -21,8 +21,7 @@ def check_tracking(config: LoggingConfig) -> None:
     """Fail before anything is built or written, not when the first row is there.
 
     Raises:
-        ConfigError: a sink is asked for whose package is not installed, or that nobody is logged
-            in to.
+        ConfigError: the package of a sink is not installed, or the user is not logged in there.
     """
     for name in ("tensorboard", "wandb"):
         if getattr(config, name) and importlib.util.find_spec(name) is None:
@@ -46,7 +45,7 @@ def _require_login() -> None:
     else:
         is_known = bool(wandb.api.api_key)
     if not is_known:
-        raise _no_wandb("nobody is logged in.")
+        raise _no_wandb("you are not logged in.")
 
 
 def _no_wandb(why: str) -> ConfigError:

@@ -51,19 +51,21 @@ def policy_class(config: PolicyConfig) -> type[nn.Module]:
     """The model class of `config`: by its `model_class`, else the class that the user named.
 
     Raises:
-        ConfigError: there is none, it cannot be imported, or it is no `nn.Module`.
+        ConfigError: the class is missing, cannot be imported, or is not an `nn.Module`.
     """
     path = type(config).model_class or POLICIES.path_of(config)
     found = _imported(config, path)
     if found is type(config):
         raise _error(
             config,
-            f"{type(config).__name__}.model_class = '' names no model.",
+            f"{type(config).__name__}.model_class = '' does not name a model.",
             'Set it to "package.module:Class", or name the model itself and give it '
             f"config_class = {type(config).__name__}.",
         )
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise _error(config, f"{path} is {found!r}, no class derived from torch.nn.Module.")
+        raise _error(
+            config, f"{path} is {found!r}, which is not a class derived from torch.nn.Module."
+        )
     return found
 
 
@@ -78,7 +80,7 @@ def _imported(config: PolicyConfig, path: str) -> Any:
     if not (module and name):
         raise _error(
             config,
-            f"{type(config).__name__}.model_class = {path!r} names no class.",
+            f"{type(config).__name__}.model_class = {path!r} does not name a class.",
             'Set it to "package.module:Class".',
         )
     try:

@@ -62,8 +62,8 @@ def read_policy_document(
     """Config and data of a `config.json`.
 
     Raises:
-        ConfigError: it is no such document, or its policy is neither registered here nor what the
-            user repeats as `policy_type`.
+        ConfigError: it is not such a document, or its policy is neither registered here nor what
+            the user repeats as `policy_type`.
     """
     fields = dict(document)
     try:

@@ -117,7 +117,7 @@ class Preprocessor:
     ) -> dict[str, Any]:
         """A new batch; `<feature>_is_pad` follows its feature's new name.
 
-        What is no tensor, such as the texts of tasks, passes as it is.
+        Values that are not tensors, such as the texts of tasks, pass unchanged.
 
         Raises:
             ValueError: the batch has a feature under both of its names.

@@ -154,7 +154,7 @@ def _weights(backbone: str, name: str) -> Any:
         raise ConfigError(
             Problem(
                 "policy.vision_weights",
-                f"= {name!r}: {backbone} has no such weights.",
+                f"= {name!r}: {backbone} does not have such weights.",
                 "Use --policy.vision_weights None, or IMAGENET1K_V1.",
             )
         ) from error

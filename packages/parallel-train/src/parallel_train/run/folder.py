@@ -1,4 +1,4 @@
-"""The folder of one run: what lies where, and whether it may be written."""
+"""The files of one run: what lies where, and whether it may be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel_config import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class RunFiles:
     """Paths of a run's own files; checkpoints below it belong to `parallel_ckpt`."""
 
     path: Path
@@ -68,8 +68,18 @@ class RunFolder:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.train_config)
 
-    def keep_config(self, step: int) -> None:
-        """Give the config a name that stays, before one that knows less takes its place."""
+    def begin(self, config: str, step: int, *, keep_former: bool) -> None:
+        """Bring the files to the state of `step`, from which the run is about to train.
+
+        `keep_former` keeps the config that was there under another name: it knows keys that the new
+        one has lost.
+        """
+        if keep_former:
+            self._keep_config(step)
+        self.write_config(config)
+        self.drop_metrics_after(step)
+
+    def _keep_config(self, step: int) -> None:
         if self.train_config.exists():
             kept = self.path / f"train_config.until-{step:06d}.json"
             shutil.copyfile(self.train_config, kept)

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from parallel_ckpt import CheckpointSaver
-from parallel_engine import Ema, Engine, StepReport, evaluate_loss
+from parallel_engine import Engine, StepReport, evaluate_loss
 from parallel_train.config import TrainConfig
 from parallel_train.metrics.sinks import Row, Sinks, Stopwatch
 from parallel_train.run.adapt import global_batch
+from parallel_train.run.prepare import Prepared
 from parallel_train.run.signals import StopRequest
-from parallel_train.run.task import HeldOut, LossFn
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What the engine made of a task."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: Any
-    loader: Any
-    loss_fn: LossFn
-    ema: Ema | None = None
-    held_out: HeldOut | None = None
-    """With its loader moved to the device."""
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Within, the model holds the weights to keep: their average, where there is one."""
-        return self.ema.averaged() if self.ema is not None else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -94,7 +71,7 @@ class Loop:
             self.sinks.emit(self._row(step, report, seconds, found))
             if self._due(step) or stopping:
                 self.save(step)
-            watch.lap()  # evaluating and saving are no training time
+            watch.lap()  # evaluating and saving do not count as training time
             if stopping:
                 break
         self.saver.wait()
@@ -134,7 +111,7 @@ class Loop:
             )
 
     def _evaluation_due(self, step: int, stopping: bool) -> bool:
-        """At the last step in any case; whoever asks to stop does not wait for another one."""
+        """At the last step in any case; a request to stop does not wait for others."""
         if self.prepared.held_out is None:
             return False
         return step == self.config.steps or (step % self.config.eval.freq == 0 and not stopping)

@@ -75,7 +75,7 @@ class TrainedBefore:
         problems: list[Problem] = []
         lines: list[str] = []
         if saved is not None:
-            problems += _feature_problems(saved, dataset.spec, getattr(policy, "reads", _is_read))
+            problems += feature_problems(saved, dataset.spec, getattr(policy, "reads", _is_read))
             numbered = getattr(policy, "knows_task_numbers", bool)
             if numbered(len(saved.tasks)) or numbered(len(dataset.tasks)):
                 problems += _task_problems(saved.tasks, dataset.tasks)
@@ -120,7 +120,7 @@ def _is_read(name: str) -> bool:
     return name == ACTION or name.startswith("observation.")
 
 
-def _feature_problems(
+def feature_problems(
     saved: DataSpec, now: DataSpec, is_read: Callable[[str], bool] = _is_read
 ) -> Iterator[Problem]:
     if saved.fps != now.fps:
@@ -135,7 +135,7 @@ def _feature_problems(
         new = now.features.get(name)
         if new is None:
             yield _problem(
-                f"has no {name!r}, which the checkpoint was trained with.",
+                f"does not have {name!r}, which the checkpoint was trained with.",
                 f"Name the feature that it is: --dataset.rename NAME={name}",
             )
         elif old.shape != new.shape:
@@ -153,7 +153,7 @@ def _feature_problems(
 
 
 def _reordered(old: Feature, new: Feature) -> bool:
-    """Whether the same entries stand elsewhere; other labels alone are no other data."""
+    """Whether the same entries stand elsewhere; other labels alone do not change the data."""
     before, after = old.names or (), new.names or ()
     return before != after and sorted(map(str, before)) == sorted(map(str, after))
 

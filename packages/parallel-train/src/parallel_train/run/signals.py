@@ -10,35 +10,32 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
-PREEMPTED = 75
-"""Exit code of a run that saved and left because it was asked to (EX_TEMPFAIL of sysexits.h)."""
-NOT_PUBLISHED = 3
-"""Exit code: what was made is whole and kept here, but it is not on the Hub."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ONE_REQUEST_S = 2.0
 """Signals this close together are one request: schedulers signal a launcher and its workers, and
 the launcher passes its own on."""
 
 
-def end_at_once(number: int) -> None:
-    """Leave as a shell reports a process that died of the signal.
-
-    Checkpoints are committed by rename, so that ending at any moment damages none.
-    """
-    os._exit(128 + number)
-
-
 class StopRequest:
-    """Notes the first stop signal; a later one means at once. Entered in the main thread."""
+    """Notes the first stop signal. Entered in the main thread.
+
+    Args:
+        announce: Written to stderr at the first signal, after the signal's name.
+        on_second: Called with the number of every later signal, which means "at once".
+        one_request_s: Seconds after the first signal in which others belong to it.
+    """
 
     def __init__(
-        self, *, announce: str = "", on_second: Callable[[int], None] = end_at_once
+        self,
+        *,
+        announce: str = "",
+        on_second: Callable[[int], None] = lambda number: None,
+        one_request_s: float = ONE_REQUEST_S,
     ) -> None:
-        """`announce` is written to stderr at the first signal, after the signal's name."""
         self.received: signal.Signals | None = None
         self._since = 0.0
         self._announce = announce
-        self._on_second = on_second
+        self._on_second, self._one_request_s = on_second, one_request_s
         self._previous: dict[signal.Signals, object] = {}
 
     def is_asked(self) -> bool:
@@ -66,7 +63,7 @@ class StopRequest:
             self.received, self._since = signal.Signals(number), now
             if self._announce:  # no print: the signal may have come in the middle of one
                 os.write(2, f"{self.received.name}: {self._announce}\n".encode())
-        elif now - self._since > ONE_REQUEST_S:
+        elif now - self._since > self._one_request_s:
             self._on_second(number)
 
 
@@ -83,7 +80,7 @@ def held_back() -> Iterator[None]:
 def stop_without_launcher(descriptor: int) -> None:
     """Ask this process to stop once the launcher, which holds the other end, is gone.
 
-    All its workers notice at the same time; without a launcher nobody would wait for them.
+    All its workers notice at the same time. Without a launcher nothing would wait for them.
     """
     thread = threading.Thread(
         target=_watch_launcher, args=(descriptor,), daemon=True, name="launcher"

@@ -6,13 +6,11 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parallel_ckpt import (
     CheckpointError,
     mend_run,
     newest_intact,
-    read_manifest,
     resolve_checkpoint,
 )
 from parallel_ckpt import layout as ckpt_layout
@@ -20,10 +18,9 @@ from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.store.integrity import Verify
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import Manifest
-from parallel_config import ConfigError, Problem, Topology, with_environment
-from parallel_config.environment import accelerate_variables, environment_wins
+from parallel_config import ConfigError, Problem, Topology
 from parallel_engine import from_main
-from parallel_train.config import TrainConfig, read_config
+from parallel_train.config import TrainConfig
 from parallel_train.policies.registry import POLICIES
 from parallel_train.run.adapt import (
     adapt,
@@ -32,21 +29,19 @@ from parallel_train.run.adapt import (
     global_batch,
     resolved_config,
 )
-from parallel_train.run.folder import RunFolder, default_output_dir
-
-if TYPE_CHECKING:
-    from parallel_train.train import Job
-
+from parallel_train.run.folder import RunFiles, default_output_dir
+from parallel_train.run.job import Job
+from parallel_train.run.saved import SavedRun
 
 WRITER_S = 120.0
 """How long a resumed run waits for the process that still writes it to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class DecidedJob:
     """The decision, the same on every rank."""
 
-    folder: RunFolder
+    files: RunFiles
     config: TrainConfig
     """With the degrees as decided."""
     topology: Topology
@@ -62,68 +57,55 @@ class Start:
     """Lines to show."""
 
 
-def under_environment(job: Job) -> Job:
-    """The job with what accelerate's variables change, where they are allowed to; says so."""
-    accelerator, lines = with_environment(job.config.accelerator)
-    if not environment_wins():
-        return job
-    counts = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in accelerate_variables()
-    return dataclasses.replace(
-        job,
-        config=dataclasses.replace(job.config, accelerator=accelerator),
-        accumulation_given=job.accumulation_given or counts,
-        notes=(*job.notes, *(f"the environment wins: {line}" for line in lines)),
-        overridden=lines,
-    )
-
-
-def decide_start(job: Job, *, world_size: int) -> Start:
+def decide_job(job: Job, *, world_size: int) -> DecidedJob:
     """Collective: every rank. Look at the folder and the job, and mend what a dead save left.
 
     Raises:
-        ConfigError: a run is in the way, there is none to continue, or its checkpoint is damaged
+        ConfigError: a run is in the way, a run to continue is missing, or its checkpoint is damaged
             or does not fit this launch.
     """
-    folder, named = from_main(lambda: _locate(job))
+    files, named = from_main(lambda: _locate(job))
     checkpoint = named
     notes = list(job.notes)
     if named is None and job.resume != "never":
-        notes += _mend(folder)
-        checkpoint, skipped = newest_intact(folder.path, verify=job.config.checkpoint.verify)
+        notes += _mend(files)
+        checkpoint, skipped = newest_intact(files.path, verify=job.config.checkpoint.verify)
         notes += [f"skipped {path}: {reason}" for path, reason in skipped]
         if checkpoint is None and (skipped or job.resume == "must"):
-            raise _nothing_intact(folder, notes)
-    start = from_main(lambda: _decide(job, folder, checkpoint, world_size, notes))
+            raise _nothing_intact(files, notes)
+    decided = from_main(lambda: _decide(job, files, checkpoint, world_size, notes))
     if named is None:
-        return start
-    return dataclasses.replace(start, verify=job.config.checkpoint.verify)
+        return decided
+    return dataclasses.replace(decided, verify=job.config.checkpoint.verify)
 
 
-def _nothing_intact(folder: RunFolder, notes: list[str]) -> ConfigError:
-    """Damage everywhere is no fresh start: it would write over what may still be mended."""
+def _nothing_intact(files: RunFiles, notes: list[str]) -> ConfigError:
+    """Damage everywhere does not mean a fresh start, which would write over what can be mended."""
     remedy = "Use --resume auto to start afresh in that case."
     if notes:
         remedy = "\n".join(["Mend these, or move them away to start afresh.", *notes])
     return ConfigError(
         Problem(
-            "output_dir", f"= {str(folder.path)!r} holds no intact checkpoint to resume.", remedy
+            "output_dir",
+            f"= {str(files.path)!r} does not hold an intact checkpoint to resume.",
+            remedy,
         )
     )
 
 
-def _mend(folder: RunFolder) -> list[str]:
+def _mend(files: RunFiles) -> list[str]:
     """Collective: every rank. Put right what a save that was killed left half done.
 
     A step that was being replaced may lie aside; it must be back before the newest is looked for.
     """
     lines: list[str] = []
-    if from_main(folder.holds_run):
-        lines += from_main(lambda: _wait_for_writer(folder))
-        lines += mend_run(folder.path)
+    if from_main(files.holds_run):
+        lines += from_main(lambda: _wait_for_writer(files))
+        lines += mend_run(files.path)
     return lines
 
 
-def _wait_for_writer(folder: RunFolder) -> list[str]:
+def _wait_for_writer(files: RunFiles) -> list[str]:
     """Let the former process of a requeued job finish its last save; lines about its lock.
 
     Raises:
@@ -133,7 +115,7 @@ def _wait_for_writer(folder: RunFolder) -> list[str]:
     told = False
     while True:
         try:
-            lock, notes = RunLock.acquire(ckpt_layout.RunFolder(folder.path).lock)
+            lock, notes = RunLock.acquire(ckpt_layout.RunFolder(files.path).lock)
             lock.release()
             return notes
         except OSError:
@@ -147,12 +129,12 @@ def _wait_for_writer(folder: RunFolder) -> list[str]:
             time.sleep(0.2)
 
 
-def _locate(job: Job) -> tuple[RunFolder, Path | None]:
+def _locate(job: Job) -> tuple[RunFiles, Path | None]:
     """The run folder, and the checkpoint where one was named outright."""
     if job.checkpoint is not None:
-        folder, checkpoint = _named(job.checkpoint)
-        _require_own_folder(job, folder)
-        return folder, checkpoint
+        files, checkpoint = _named(job.checkpoint)
+        _require_own_folder(job, files)
+        return files, checkpoint
     if job.resume != "never" and job.config.output_dir is None:
         raise ConfigError(
             Problem(
@@ -163,8 +145,8 @@ def _locate(job: Job) -> tuple[RunFolder, Path | None]:
             )
         )
     name = job.config.output_dir or default_output_dir(POLICIES.name_of(job.config.policy))
-    folder = RunFolder(Path(name))
-    if job.resume == "never" and folder.holds_run():
+    files = RunFiles(Path(name))
+    if job.resume == "never" and files.holds_run():
         raise ConfigError(
             Problem(
                 "output_dir",
@@ -173,26 +155,26 @@ def _locate(job: Job) -> tuple[RunFolder, Path | None]:
                 "--output_dir.",
             )
         )
-    return folder, None
+    return files, None
 
 
-def _named(path: Path) -> tuple[RunFolder, Path | None]:
+def _named(path: Path) -> tuple[RunFiles, Path | None]:
     """What a path that was named outright means: a run, or one checkpoint of it."""
-    run = RunFolder(path.expanduser().absolute())
+    run = RunFiles(path.expanduser().absolute())
     if run.checkpoints.is_dir():
-        resolve_checkpoint(run.path)  # says so when there is none
+        resolve_checkpoint(run.path)  # raises where there is none
         return run, None
     step = resolve_checkpoint(path)
-    return RunFolder(step.parent.parent), step
+    return RunFiles(step.parent.parent), step
 
 
-def _require_own_folder(job: Job, folder: RunFolder) -> None:
+def _require_own_folder(job: Job, files: RunFiles) -> None:
     other = job.config.output_dir
-    if job.output_dir_given and other and Path(other).resolve() != folder.path.resolve():
+    if job.output_dir_given and other and Path(other).resolve() != files.path.resolve():
         raise ConfigError(
             Problem(
                 "output_dir",
-                f"= {other!r}, but a run goes on in its own folder, {str(folder.path)!r}.",
+                f"= {other!r}, but a run goes on in its own folder, {str(files.path)!r}.",
                 "Leave it out. To go on elsewhere, copy the run's folder and resume the copy.",
             )
         )
@@ -221,21 +203,19 @@ def _is_new_in_file(job: Job, manifest: Manifest) -> bool:
 
 
 def _decide(
-    job: Job, folder: RunFolder, checkpoint: Path | None, world_size: int, notes: list[str]
-) -> Start:
+    job: Job, files: RunFiles, checkpoint: Path | None, world_size: int, notes: list[str]
+) -> DecidedJob:
     if checkpoint is None:
         topology = job.config.parallelism.resolve(world_size)
         config = resolved_config(job.config, topology)
-        return Start(folder=folder, config=config, topology=topology, notes=tuple(notes))
-    loaded = read_config(
-        StepFolder(checkpoint).train_config,
-        trusted=False,
-        repeated_type=POLICIES.name_of(job.config.policy),
-    )
-    saved = loaded.config
+        return DecidedJob(files=files, config=config, topology=topology, notes=tuple(notes))
+    before = job.saved
+    if before is None or not before.is_of(checkpoint):
+        name = POLICIES.name_of(job.config.policy)
+        before = SavedRun.read(StepFolder(checkpoint), repeated_type=name)
+    saved, manifest, loaded = before.loaded.config, before.manifest, before.loaded
     notes += [note for note in loaded.notes if note not in notes]  # of `resume` they are known
     _require_same_optimizer(saved, job.config)
-    manifest = read_manifest(StepFolder(checkpoint))
     adapted = adapt(
         job.config,
         world_size=world_size,
@@ -247,8 +227,8 @@ def _decide(
     )
     lines = [f"resuming {checkpoint} (step {manifest.step})", *notes, *adapted.notes]
     lines += [f"changed {line}" for line in differences(saved, adapted.config)]
-    return Start(
-        folder=folder,
+    return DecidedJob(
+        files=files,
         config=adapted.config,
         topology=adapted.topology,
         checkpoint=checkpoint,

@@ -24,10 +24,11 @@ from parallel_config import ConfigError, OptimizerConfig, Problem, Topology
 from parallel_config.errors import report
 from parallel_engine import Loss, initialize, parameters_on_meta, unwrap
 from parallel_engine.materialize import require_filled
+from parallel_engine.step import LossFn
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
-from parallel_train.data.metadata import read_metadata
+from parallel_train.data.metadata import Metadata, read_metadata
 from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
 from parallel_train.data.spec import ACTION
 from parallel_train.data.split import split_episodes
@@ -40,8 +41,6 @@ from parallel_train.policies.factory import (
 )
 from parallel_train.policies.processors import Preprocessor
 from parallel_train.run.same_data import TrainedBefore
-
-LossFn = Callable[[nn.Module, Batch], tuple[Loss, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,21 @@ def build_task(
     samples_seen: int,
     device: torch.device,
     before: TrainedBefore | None = None,
+    metadata: Metadata | None = None,
 ) -> Task:
     """Build everything on this rank. Initial weights depend on the seed alone.
 
-    A resumed run goes on with the normalization that it was trained with, told by `before`.
+    `before` is for a resumed run: it goes on with the normalization that it was trained with.
+    `metadata` is the dataset's, where it has been read already.
 
     Raises:
-        ConfigError: the dataset is no dataset, does not fit the policy, or is not what the weights
-            of a resumed run were trained on.
+        ConfigError: the folder is not a dataset, the dataset does not fit the policy, or it is not
+            what the weights of a resumed run were trained on.
     """
     is_new = samples_seen == 0  # a resumed model is filled from its checkpoint
     if is_new:
         report(getattr(config.policy, "new_run_problems", tuple)())
-    dataset, held_out = build_datasets(config)
+    dataset, held_out = build_datasets(config, metadata)
     preprocessor = Preprocessor.from_stats(
         dataset.stats, config.policy.normalization(), config.dataset.rename
     )
@@ -193,22 +194,25 @@ def never_trained(config: TrainConfig, dataset: LeRobotDataset) -> str | None:
     )
 
 
-def build_datasets(config: TrainConfig) -> tuple[LeRobotDataset, LeRobotDataset | None]:
+def build_datasets(
+    config: TrainConfig, metadata: Metadata | None = None
+) -> tuple[LeRobotDataset, LeRobotDataset | None]:
     """What the run trains on and what it holds out, both normalized by the same statistics.
 
     With `dataset.stats = "data"` they are those of the first alone; "file" has them of all
     episodes, held-out ones included.
 
     Raises:
-        ConfigError: the dataset is no dataset, or has no such episodes.
+        ConfigError: the folder is not a dataset, or does not have the episodes.
     """
-    metadata = read_metadata(config.dataset.folder, config.dataset.rename)
+    if metadata is None:
+        metadata = read_metadata(config.dataset.folder, config.dataset.rename)
     episodes = [episode.number for episode in metadata.episodes]
     split = split_episodes(episodes, config.dataset, config.eval)
     if not split.held_out:
-        return LeRobotDataset.from_config(config.dataset, config.policy), None
+        return LeRobotDataset.from_config(config.dataset, config.policy, metadata), None
     trained = dataclasses.replace(config.dataset, episodes=split.trained)
-    dataset = LeRobotDataset.from_config(trained, config.policy)
+    dataset = LeRobotDataset.from_config(trained, config.policy, metadata)
     return dataset, dataset.of_episodes(split.held_out)
 
 

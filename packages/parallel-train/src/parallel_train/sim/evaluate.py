@@ -125,7 +125,7 @@ def evaluate_policy(
     device = next(iter(policy.parameters())).device
     results: list[SuccessRate] = []
     numbers = _numbers(episodes)
-    # A name that is wrong is told before hours go into the others.
+    # All names are checked first: a wrong one must not show after hours of rollouts.
     stages = [(task, Simulator(task, seed), task_index(spec, task)) for task in tasks]
     for task, simulator, index in stages:
         actor = PolicyController(policy, preprocessor, index, device)
@@ -194,7 +194,7 @@ def _check_policy(policy: Any, spec: DataSpec, state: str) -> None:
     owner = type(policy).__name__
     cameras = getattr(getattr(policy, "config", None), "camera_names", ())
     if not callable(getattr(policy, "select_action", None)):
-        message = f"is a {owner}, which has no select_action."
+        message = f"is a {owner}, which does not have a method select_action."
     elif cameras:
         message = f"looks at {', '.join(cameras)}, but the simulation here shows no pictures."
     elif spec.dim(state) != NUM_OBSERVED:

@@ -64,7 +64,9 @@ class Simulator:
         if task not in metaworld.ALL_V3_ENVIRONMENTS:
             raise ConfigError(
                 Problem(
-                    "tasks", f"= {task!r} is no MetaWorld task.", f"Known: {', '.join(TASKS)} ..."
+                    "tasks",
+                    f"= {task!r} is not a MetaWorld task.",
+                    f"Known: {', '.join(TASKS)} ...",
                 )
             )
         benchmark = metaworld.MT1(task, seed=seed)

@@ -149,7 +149,7 @@ class ACTPolicy(PretrainedPolicy):
     and `action_is_pad` [B, T].
 
     Raises:
-        ConfigError: the dataset has no action vector or no observation.
+        ConfigError: the dataset does not have an action vector and an observation.
     """
 
     _fsdp_wrap_modules: tuple[str, ...] = ("ACTEncoderLayer", "ACTDecoderLayer")
@@ -275,7 +275,7 @@ def _check_observation(spec: DataSpec) -> None:
         raise ConfigError(
             Problem(
                 "dataset.root",
-                ": there is no float vector named observation.*, but the policy reads one.",
+                ": a float vector named observation.* is missing, but the policy reads one.",
                 f"The dataset has: {', '.join(sorted(spec.features))}.",
             )
         )

@@ -72,7 +72,7 @@ class RewardModel(PretrainedPolicy):
     `action_is_pad` [B, 1]. With cameras the dataset may be without vectors.
 
     Raises:
-        ConfigError: the dataset has no observation vector, no such camera or no such label.
+        ConfigError: the observation vector, a camera or the label is missing in the dataset.
     """
 
     _fsdp_wrap_modules: tuple[str, ...] = ("RewardBlock",)
@@ -142,7 +142,7 @@ class RewardModel(PretrainedPolicy):
 
 
 def _check_label(name: str, feature: Feature) -> None:
-    """One number per frame; whether it lies in [0, 1] is told by the frames."""
+    """One number per frame; whether it lies in [0, 1] is checked on the frames."""
     if feature.dtype in NUMBERS and math.prod(feature.shape) == 1:
         return
     raise ConfigError(
@@ -161,7 +161,7 @@ def _inputs(config: RewardConfig, spec: DataSpec) -> tuple[str, ...]:
         raise ConfigError(
             Problem(
                 "policy.label",
-                f"= {config.label!r} is no feature of the dataset.",
+                f"= {config.label!r} is not a feature of the dataset.",
                 f"It has: {', '.join(sorted(spec.features))}.",
             )
         )
@@ -172,7 +172,7 @@ def _inputs(config: RewardConfig, spec: DataSpec) -> tuple[str, ...]:
         raise ConfigError(
             Problem(
                 "dataset.root",
-                ": there is no float vector named observation.*, but the model reads one.",
+                ": a float vector named observation.* is missing, but the model reads one.",
                 f"The dataset has: {', '.join(sorted(spec.features))}.",
             )
         )

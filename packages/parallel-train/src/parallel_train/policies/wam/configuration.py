@@ -197,7 +197,7 @@ class WAMConfig(PolicyConfig):
         if self.preset not in PRESETS:
             yield _problem("preset", f"= {self.preset!r} is unknown.", " or ".join(PRESETS))
         if not self.world:
-            yield _problem("world", "= [] names no observation.", "observation.state")
+            yield _problem("world", "= [] does not name an observation.", "observation.state")
         if self.n_action_steps is not None and self.n_action_steps > self.chunk_size:
             yield _problem(
                 "n_action_steps",

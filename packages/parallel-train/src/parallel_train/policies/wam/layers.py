@@ -92,7 +92,7 @@ class StreamWeights(nn.Module):
     def update(self, x_BSW: Tensor, read_BHSE: Tensor, m: Modulation | None) -> Tensor:
         """Add what attention read, then the feed-forward network; returns [B, S, W]."""
         if not self.updated:
-            return x_BSW.clone()  # what a layer returns is no view, which FSDP2 would warn about
+            return x_BSW.clone()  # FSDP2 warns about a layer that returns a view of its input
         read_BSW = self.to_out(read_BHSE.transpose(1, 2).flatten(2))
         x_BSW = x_BSW + (read_BSW if m is None else m[2] * read_BSW)
         h_BSW = self.norm2(x_BSW)
@@ -105,7 +105,7 @@ class StreamWeights(nn.Module):
 class MoTLayer(nn.Module):
     """One attention over the tokens of all streams, everything else by stream.
 
-    In the `last` layer clean streams are read but not updated: nobody looks at them afterwards.
+    In the `last` layer clean streams are read but not updated: nothing reads them afterwards.
     """
 
     def __init__(

@@ -1,59 +1,35 @@
-"""`inspect`, `verify` and `convert`: one process, no process group, mostly no torch."""
+"""`ptrain convert`: shards to a model that others can load; one process, no process group."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_config import ReportedError
-from parallel_train.cli.app import fail
-from parallel_train.cli.commands import ConvertCommand, InspectCommand, VerifyCommand
+from parallel_config import ConfigError
+from parallel_train.cli.commands import ConvertCommand
+from parallel_train.cli.exits import DONE, FAILED, fail
 from parallel_train.cli.parsing import Parsed
 
-DAMAGED = 1
 PUSH_NAMES = {"repo_id": "push_to_hub"}
-"""What `convert` calls the fields of a publish section, where it is not their name."""
+"""What `convert` calls the fields of a publish section, where it does not use their name."""
 
 
 def run(parsed: Parsed) -> int:
-    """Run one of the three. Returns 0, 1 for damage, 2 for wrong input, 3 for an upload that
-    failed after the conversion.
+    """Convert, and publish where asked for.
+
+    Returns 0, 1 for damage, 2 for wrong input, or 3 for an upload that failed after the conversion.
     """
     try:
-        match parsed.command:
-            case InspectCommand() as command:
-                return _inspect(command)
-            case VerifyCommand() as command:
-                return _verify(command)
-            case ConvertCommand() as command:
-                return _convert(command)
-            case _:
-                raise AssertionError(f"no offline command: {parsed.command!r}")
+        return _convert(parsed.command)
     except DamagedCheckpoint as error:
-        fail(error, f"ptrain {parsed.argv[0]}")
-        return DAMAGED
-    except ReportedError as error:
-        return fail(error, f"ptrain {parsed.argv[0]}")
-
-
-def _inspect(command: InspectCommand) -> int:
-    from parallel_ckpt.inspect import inspect
-
-    info = inspect(command.path)
-    print(info.to_json() if command.json else info.render())
-    return 0
-
-
-def _verify(command: VerifyCommand) -> int:
-    from parallel_ckpt.verify import verify
-
-    report = verify(command.path, fast=command.fast)
-    print(report.render())
-    return 0 if report.ok else DAMAGED
+        fail(error, "ptrain convert")
+        return FAILED
+    except ConfigError as error:
+        return fail(error, "ptrain convert")
 
 
 def _convert(command: ConvertCommand) -> int:
-    if command.push_to_hub is not None:  # what the Hub would refuse is told before the work
+    if command.push_to_hub is not None:  # before the conversion, which may take an hour
         from parallel_train.cli.publish import check_before, config_of
 
         fields = {"repo_id": command.push_to_hub, "private": command.private}
@@ -75,7 +51,7 @@ def _convert(command: ConvertCommand) -> int:
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     print(result.render(), flush=True)
-    return 0 if command.push_to_hub is None else _publish(command, result.path)
+    return DONE if command.push_to_hub is None else _publish(command, result.path)
 
 
 def _publish(command: ConvertCommand, result: Path) -> int:
