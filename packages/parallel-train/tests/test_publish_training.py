@@ -123,7 +123,7 @@ def test_with_publishing_off_there_is_no_network_call(hub, ptrain):
 def _preflight(hub, folder, *, policy=None, **publish):
     publish = {"enable": True, "repo_id": "user/run", **publish}
     config = TrainConfig(policy=policy or ACTConfig(), publish=PublishConfig(**publish))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ReportedError) as caught:
         RunPublisher(
             config,
             RunFiles(folder),

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from parallel_config import ConfigError
+from parallel_config import ReportedError
 from parallel_train.cli.exits import DONE, INTERRUPTED, fail
 
 # Modules are imported when their command is chosen: `ptrain --help` must not pay for torch.

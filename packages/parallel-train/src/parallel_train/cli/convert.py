@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_config import ConfigError
+from parallel_config import ReportedError
 from parallel_train.cli.commands import ConvertCommand
 from parallel_train.cli.exits import DONE, FAILED, fail
 from parallel_train.cli.parsing import Parsed
@@ -24,7 +24,7 @@ def run(parsed: Parsed) -> int:
     except DamagedCheckpoint as error:
         fail(error, "ptrain convert")
         return FAILED
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(error, "ptrain convert")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_config import ConfigError
+from parallel_config import ConfigError, ReportedError
 from parallel_train.cli.commands import EvaluateCommand
 from parallel_train.cli.exits import DONE, WRONG_INPUT, fail
 from parallel_train.cli.parsing import Parsed

@@ -30,8 +30,9 @@ def fetched(argv: Sequence[str]) -> list[str]:
     With --nproc_per_node the launcher does, before there are ranks.
 
     Raises:
-        ConfigError: it is missing or damaged, or the run that is here went further. Ranks of a
-            group leave the process then, and the main one says why.
+        ConfigError: it is missing or damaged, or the run that is here went further.
+        PublishError: the Hub does not give it. For both: ranks of a group leave the process, and
+            the main rank says why.
     """
     source = argv_flags.value_of(argv[1:], "from_hub")
     if argv[:1] != ["resume"] or source is None or {"-h", "--help"} & set(argv):

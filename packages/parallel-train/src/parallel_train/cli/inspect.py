@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_config import ConfigError
+from parallel_config import ReportedError
 from parallel_train.cli.commands import InspectCommand
 from parallel_train.cli.exits import DONE, FAILED, fail
 from parallel_train.cli.parsing import Parsed
@@ -19,7 +19,7 @@ def run(parsed: Parsed) -> int:
     except DamagedCheckpoint as error:
         fail(error, "ptrain inspect")
         return FAILED
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(error, "ptrain inspect")
     print(info.to_json() if command.json else info.render())
     return DONE

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, ReportedError
 from parallel_train.cli.commands import PublishCommand
 from parallel_train.cli.exits import DONE, NOT_PUBLISHED, end_at_once, fail
 from parallel_train.cli.parsing import Parsed

@@ -132,7 +132,7 @@ def _train(
         seconds = argv_flags.seconds("timeout_s", parsed.command.launch.timeout_s)
         connect(timeout=timedelta(seconds=seconds))
         return _finish(train(job(parsed), stop), facts, stop)
-    except ConfigError as error:
+    except ReportedError as error:
         # Agreed errors are the main rank's to print; any other is this rank's own.
         if facts.is_main or not is_agreed(error):
             fail(error, f"ptrain {parsed.argv[0]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parallel_ckpt.errors import DamagedCheckpoint
-from parallel_config import ConfigError
+from parallel_config import ReportedError
 from parallel_train.cli.commands import VerifyCommand
 from parallel_train.cli.exits import DONE, FAILED, fail
 from parallel_train.cli.parsing import Parsed
@@ -19,7 +19,7 @@ def run(parsed: Parsed) -> int:
     except DamagedCheckpoint as error:
         fail(error, "ptrain verify")
         return FAILED
-    except ConfigError as error:
+    except ReportedError as error:
         return fail(error, "ptrain verify")
     print(report.render())
     return DONE if report.ok else FAILED

@@ -107,7 +107,7 @@ class RunPublisher:
                 files=files,
                 train_config=SCHEMA.dump(self._config),
             )
-        except ConfigError as error:
+        except ReportedError as error:
             path = shlex.quote(str(self._files.last.absolute()))
             retry = f"ptrain publish {path} --repo_id {publish.repo_id}"
             self._failures.append(f"not published: {error}\n  retry: {retry}")
