@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from parallel_ckpt import restore
-from parallel_engine import Ema, Engine, resume_average
+from parallel_engine import Ema, Engine, LossFn, resume_average
 from parallel_engine.loaders import prepare_loader
-from parallel_engine.step import LossFn
+from parallel_engine.types import Scheduler
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch
 from parallel_train.run.adapt import kept_hyperparameters
@@ -29,9 +29,9 @@ class Prepared:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: LRScheduler
+    scheduler: Scheduler | None
     loader: DataLoader[Batch]
-    loss_fn: LossFn
+    loss_fn: LossFn[Batch]
     ema: Ema | None = None
     held_out: HeldOut | None = None
     """Its loader moves batches to the device."""

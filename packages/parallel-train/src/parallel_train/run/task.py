@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader
 
 from parallel_config import ConfigError, OptimizerConfig, Problem, Topology
 from parallel_config.errors import report
-from parallel_engine import Loss, initialize, parameters_on_meta, unwrap
+from parallel_engine import Loss, LossFn, initialize, parameters_on_meta, unwrap
 from parallel_engine.materialize import require_filled
-from parallel_engine.step import LossFn
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
@@ -54,7 +53,7 @@ class Task:
     build_optimizer: Callable[[nn.Module], Optimizer]
     build_scheduler: Callable[[Optimizer], LambdaLR]
     loader: DataLoader[Batch]
-    loss_fn: LossFn
+    loss_fn: LossFn[Batch]
     model_files: dict[str, bytes]
     """Files that are saved beside the weights, by name."""
     num_parameters: int
