@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +17,6 @@ from torch.utils.data import DataLoader
 from parallel_ckpt import restore
 from parallel_engine import Ema, Engine, LossFn, resume_average
 from parallel_engine.loaders import prepare_loader
-from parallel_engine.types import Scheduler
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import Batch
 from parallel_train.run.adapt import kept_hyperparameters
@@ -29,7 +29,7 @@ class Prepared:
 
     model: nn.Module
     optimizer: Optimizer
-    scheduler: Scheduler | None
+    scheduler: LRScheduler
     loader: DataLoader[Batch]
     loss_fn: LossFn[Batch]
     ema: Ema | None = None
@@ -54,7 +54,8 @@ def prepare(engine: Engine, task: Task, config: TrainConfig) -> Prepared:
     return Prepared(
         model,
         prepared_optimizer,
-        prepared_scheduler,
+        # The task always gives one. Accelerate may have wrapped it: it has the same methods then.
+        cast(LRScheduler, prepared_scheduler),
         loader,
         task.loss_fn,
         ema=Ema(model, prepared_optimizer, config.ema) if config.ema.decay is not None else None,
