@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_ckpt import (
     CheckpointError,
@@ -29,37 +24,16 @@ from parallel_ckpt.formats.box import Box
 from parallel_ckpt.save import rank_files as writing
 from parallel_config import Topology, is_agreed
 from parallel_testing.ranks import rank_outcomes, run_ranks
+from small_runs import build, quiet, train_on
 
 TWO = Topology(dp_shard=2)
-
-
-def build(size: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, sharded where there are ranks, and an optimizer."""
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int = 8) -> float:
-    generator = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(4, size, generator=generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def quiet(note: str) -> None:
-    """Where notes of a saver go."""
 
 
 def call_on_main_alone(call: str, root: Path) -> str:
     model, optimizer = build()
     saver = CheckpointSaver(root / "run", topology=TWO, on_note=quiet)
     saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
-    _ranks.ENTRY_S = 2.0
+    _ranks.ENTRY_S = 1.0
     calls = {
         "save": lambda: saver.save(step=2, samples_seen=0, model=model, optimizer=optimizer),
         "save_weights": lambda: save_weights(model, root / "exported"),
@@ -74,8 +48,9 @@ def call_on_main_alone(call: str, root: Path) -> str:
         except CheckpointError as error:
             message = str(error)
         assert time.monotonic() - begin < 15
-    if dist.get_rank() == 1:
-        time.sleep(5)  # busy with something else for longer than anyone waits
+        (root / "told").touch()
+    while not (root / "told").exists():  # rank 1 is busy with something else
+        time.sleep(0.05)
     return message
 
 
@@ -85,7 +60,7 @@ def test_a_collective_call_that_one_rank_makes_alone_is_told(call: str, tmp_path
     assert outcomes[0].exit_code is not None, outcomes[0].error
     message = str(outcomes[0].result)
     who = "ranks [1]" if call == "save" else "another rank"
-    words = f"was not made by {who} within 2 s. Every rank makes this call"
+    words = f"was not made by {who} within 1 s. Every rank makes this call"
     assert words in message, outcomes[0].error
 
 
@@ -104,7 +79,7 @@ def hear_of_plans(root: Path) -> tuple[list[str], list[int], list[str]]:
     for kind in (writing.RankFiles, Box, Manifest):
         kind.__setstate__ = hear
     model, optimizer = build()
-    train(model, optimizer, 0)
+    train_on(model, optimizer, 0)
     topology = Topology(dp_shard=3)
     with CheckpointSaver(root, topology=topology, on_note=quiet) as saver:
         saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)

@@ -9,12 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_ckpt import (
     CheckpointError,
@@ -24,30 +19,9 @@ from parallel_ckpt import (
 from parallel_ckpt.verify import verify
 from parallel_config import CheckpointFormat, Topology, is_agreed
 from parallel_testing.ranks import run_ranks
+from small_runs import build, quiet, train_on
 
 TWO = Topology(dp_shard=2)
-
-
-def build(size: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, sharded where there are ranks, and an optimizer."""
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int = 8) -> float:
-    generator = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(4, size, generator=generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def quiet(note: str) -> None:
-    """Where notes of a saver go."""
 
 
 @pytest.fixture
@@ -67,7 +41,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill_the_disk(run: Path, form: CheckpointFormat) -> list[str]:
     """Save until the disk is full; what each rank was told."""
     model, optimizer = build(64)
-    train(model, optimizer, 0, 64)
+    train_on(model, optimizer, 0, 64)
     told = []
     with CheckpointSaver(run, topology=TWO, checkpoint_format=form, on_note=quiet) as saver:
         for step in range(1, 8):

@@ -8,33 +8,11 @@ import threading
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-
 from parallel_ckpt import (
     CheckpointSaver,
     resolve_checkpoint,
 )
-from parallel_config import Topology
-
-ONE = Topology()
-
-
-def build(size: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, sharded where there are ranks, and an optimizer."""
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def quiet(note: str) -> None:
-    """Where notes of a saver go."""
+from small_runs import ONE, build, quiet
 
 
 def test_last_leads_to_a_whole_checkpoint_at_every_moment(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,9 +10,17 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from parallel_ckpt import CheckpointError, CheckpointSaver, RunFolder, mend_run, newest_intact
+from parallel_ckpt import (
+    CheckpointError,
+    CheckpointSaver,
+    RunFolder,
+    mend_run,
+    newest_intact,
+    read_start,
+)
 from parallel_config import Topology
 from parallel_testing.ranks import run_ranks
+from small_runs import saver_of, small
 
 
 def killed_while_it_replaced(root: Path) -> RunFolder:
@@ -49,6 +58,24 @@ def test_a_run_that_another_process_writes_is_not_touched(tmp_path: Path) -> Non
             mend_run(tmp_path)
         assert under_way.is_dir()
         assert RunFolder(tmp_path).lock.exists()
+
+
+def test_of_two_that_were_moved_aside_the_later_one_is_put_back(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for token, samples in (("b", 5), ("a", 7), ("c", 6)):
+        with saver_of(tmp_path) as saver:
+            saver.save(step=1, samples_seen=samples, model=small()[0])
+        run.step(1).path.rename(run.hidden(1, "old", token))
+        manifest = run.hidden(1, "old", token) / "manifest.json"
+        document = json.loads(manifest.read_text()) | {"sequence": samples}
+        manifest.write_text(json.dumps(document))
+        if token != "c":
+            run.hidden(1, "old", token).rename(tmp_path / token)
+    for token in "ab":
+        (tmp_path / token).rename(run.hidden(1, "old", token))
+    mend_run(tmp_path)
+    assert read_start(tmp_path, topology=Topology()).samples_seen == 7
+    assert not run.hidden_folders()
 
 
 def mend_on_ranks(root: Path, own: Path) -> tuple[list[str], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,45 +20,21 @@ from parallel_ckpt import (
     StateMismatch,
     load_weights,
     newest_intact,
-    read_manifest,
     read_start,
-    resolve_checkpoint,
     restore,
 )
 from parallel_ckpt.convert import convert
 from parallel_ckpt.formats.checked_json import parse_json
 from parallel_config import CheckpointConfig, CheckpointFormat, Topology
 from parallel_testing.ranks import run_ranks
+from small_runs import ONE, build, quiet, train_on
 
-ONE = Topology()
 TWO = Topology(dp_shard=2)
-
-
-def build(size: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, sharded where there are ranks, and an optimizer."""
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int = 8) -> float:
-    generator = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(4, size, generator=generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def quiet(note: str) -> None:
-    """Where notes of a saver go."""
 
 
 def test_a_missing_moment_is_an_error_and_no_zero(tmp_path: Path) -> None:
     model, optimizer = build()
-    train(model, optimizer, 0)
+    train_on(model, optimizer, 0)
     with CheckpointSaver(tmp_path, topology=ONE, on_note=quiet) as saver:
         path = saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
     index = path / "training_state/optimizer.json"
@@ -97,7 +71,7 @@ def test_any_name_of_a_run(name: str, given: type, tmp_path: Path) -> None:
     run.parent.mkdir(parents=True)
     elsewhere.symlink_to(tmp_path / "real")
     model, optimizer = build()
-    train(model, optimizer, 0)
+    train_on(model, optimizer, 0)
     with CheckpointSaver(
         given(elsewhere / name),
         topology=ONE,
@@ -130,10 +104,10 @@ def save_and_load_in_turn(run: Path) -> list[tuple[list[float], list[float]]]:
     ) as saver:
         for cycle in range(20):
             path = saver.save(step=cycle, samples_seen=0, model=model, optimizer=optimizer)
-            first = [train(model, optimizer, 10 * cycle + k) for k in range(2)]
+            first = [train_on(model, optimizer, 10 * cycle + k) for k in range(2)]
             read_start(path, topology=TWO)
             restore(path, model, optimizer)
-            pairs.append((first, [train(model, optimizer, 10 * cycle + k) for k in range(2)]))
+            pairs.append((first, [train_on(model, optimizer, 10 * cycle + k) for k in range(2)]))
             counts.append(open_files())
             threads.append(threading.active_count())
     assert max(counts[3:]) == counts[3], counts
@@ -147,33 +121,6 @@ def test_loading_right_after_saving_gives_the_same_steps_and_leaves_nothing(tmp_
         assert len(pairs) == 20
         for first, again in pairs:
             assert first == again
-
-
-def draw(run: Path, world_size: int) -> float:
-    topology = Topology(dp_replicate=world_size)
-    if world_size == 3:
-        model = nn.Linear(2, 2)
-        with CheckpointSaver(run, topology=topology, on_note=quiet) as saver:
-            saver.save(step=1, samples_seen=0, model=model)
-    start = read_start(run, topology=topology)
-    assert bool(start.notes) == (world_size != 3)
-    start.restore_rng()
-    return float(torch.rand(()))
-
-
-def test_fewer_ranks_than_saved_get_streams_of_their_own(tmp_path: Path) -> None:
-    run_ranks(draw, 3, tmp_path, 3)
-    two = run_ranks(draw, 2, tmp_path, 2)
-    assert len(set(two)) == 2
-    assert two == run_ranks(draw, 2, tmp_path, 2)
-    with contextlib.chdir(tmp_path):
-        assert read_manifest_world(Path()) == 3
-
-
-def read_manifest_world(run: Path) -> Any:
-    from parallel_ckpt import StepFolder
-
-    return read_manifest(StepFolder(resolve_checkpoint(run))).topology.world_size
 
 
 def save_while_gathered(folder: Path) -> bool:

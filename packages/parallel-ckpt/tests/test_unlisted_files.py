@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from parallel_ckpt import (
     CheckpointSaver,
@@ -25,36 +21,13 @@ from parallel_ckpt import (
 from parallel_ckpt.convert import convert
 from parallel_ckpt.inspect import inspect
 from parallel_ckpt.verify import verify
-from parallel_config import CheckpointFormat, Topology
-
-ONE = Topology()
-
-
-def build(size: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model, sharded where there are ranks, and an optimizer."""
-    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
-    if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        assert all(isinstance(p, DTensor) for p in model.parameters())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, size: int = 8) -> float:
-    generator = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(4, size, generator=generator)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
-
-
-def quiet(note: str) -> None:
-    """Where notes of a saver go."""
+from parallel_config import CheckpointFormat
+from small_runs import ONE, build, quiet, train_on
 
 
 def saved(run: Path, form: CheckpointFormat) -> tuple[nn.Module, Path]:
     model, optimizer = build()
-    train(model, optimizer, 0)
+    train_on(model, optimizer, 0)
     with CheckpointSaver(run, topology=ONE, checkpoint_format=form, on_note=quiet) as saver:
         path = saver.save(
             step=1, samples_seen=0, model=model, optimizer=optimizer, train_config="{}"

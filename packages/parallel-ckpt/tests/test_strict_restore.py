@@ -1,0 +1,136 @@
+"""A checkpoint that does not fit, or is damaged, is refused before anything is changed."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from parallel_ckpt import (
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    StateMismatch,
+    load_weights,
+    restore,
+    save_weights,
+)
+from small_runs import save_two, saver_of, small, train
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_two(tmp_path_factory.mktemp("runs") / "optimizer_sweep" / "run 1 [ü]")
+
+
+def test_strict_on_names_shapes_and_dtypes(run: Path) -> None:
+    bigger = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(2, 2))
+    before = [p.clone() for p in bigger.parameters()]
+    with pytest.raises(StateMismatch) as caught:
+        restore(run, bigger)
+    lines = str(caught.value).splitlines()
+    assert "weights: 0.weight has shape (5, 3), but (4, 3) is stored." in lines
+    assert "weights: 2.bias is missing in the checkpoint." in lines
+    assert all(torch.equal(a, b) for a, b in zip(before, bigger.parameters(), strict=True))
+    with pytest.raises(StateMismatch, match=r"1\.bias is in the checkpoint, but not in"):
+        restore(run, nn.Sequential(nn.Linear(3, 4)))
+    half = small()[0].to(torch.bfloat16)
+    with pytest.raises(StateMismatch, match=r"would lose precision of the stored torch\.float32"):
+        restore(run, half)
+    load_weights(half, run, allow_cast=True)
+    restore(run, small()[0].double())
+
+
+def test_strict_on_optimizer_groups(run: Path) -> None:
+    model, _ = small()
+    part = torch.optim.AdamW(model[0].parameters())
+    with pytest.raises(StateMismatch, match=r"optimizer: 1\.bias was optimized when it was saved"):
+        restore(run, model, part)
+    stray = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(7))])
+    with pytest.raises(StateMismatch, match=r"holds a parameter of shape \(7,\)"):
+        restore(run, model, stray)
+
+
+def test_groups_of_other_rates_cannot_be_joined(tmp_path: Path) -> None:
+    model, _ = small()
+    groups = [{"params": model[0].parameters(), "lr": 1.0}, {"params": model[1].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    with saver_of(tmp_path) as saver:
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    with pytest.raises(StateMismatch, match=r"joins the saved groups \[0, 1\]"):
+        restore(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+
+def schedules(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    lambdas = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer)
+    return {
+        "none": None,
+        "cosine": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9),
+        "lambda": lambdas,
+        "sequence": torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, lambdas], [3]),
+        "longer": torch.optim.lr_scheduler.ChainedScheduler([warmup, warmup, lambdas]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "words"),
+    [
+        ("none", "cosine", "scheduler was not saved in this checkpoint."),
+        ("cosine", "lambda", "scheduler of another kind was saved: lr_lambdas is missing in it."),
+        (
+            "lambda",
+            "sequence",
+            "scheduler of another kind was saved: _schedulers is missing in it.",
+        ),
+        ("sequence", "longer", "scheduler has 3 parts, but 2 were saved."),
+    ],
+)
+def test_a_scheduler_that_does_not_fit_is_told_before_anything_is_changed(
+    saved: str, given: str, words: str, tmp_path: Path
+) -> None:
+    model, optimizer = small()
+    train(model, optimizer)
+    with saver_of(tmp_path) as saver:
+        scheduler = schedules(optimizer)[saved]
+        saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer, scheduler=scheduler)
+    other, target = small(lr=0.7)
+    scheduler = schedules(target)[given]
+    before = [p.clone() for p in other.parameters()]
+    rate = target.param_groups[0]["lr"]
+    with pytest.raises(StateMismatch) as caught:
+        restore(tmp_path, other, target, scheduler)
+    assert str(caught.value) == words
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+    assert not target.state
+    assert target.param_groups[0]["lr"] == rate
+
+
+@pytest.mark.parametrize("verify", ["full", "fast", None])
+def test_damage_is_found_where_it_is_looked_for(verify: Any, tmp_path: Path) -> None:
+    model, optimizer = small()
+    with saver_of(tmp_path) as saver:
+        path = saver.save(step=1, samples_seen=0, model=model, optimizer=optimizer)
+    file = path / "pretrained_model/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 0x40
+    file.write_bytes(content)
+    calls: list[Any] = [
+        lambda: restore(path, model, optimizer, verify=verify),
+        lambda: load_weights(model, path, verify=verify),
+        lambda: load_weights(model, file, verify=verify),
+    ]
+    before = [p.clone() for p in model.parameters()]
+    for call in calls:
+        told = pytest.raises(DamagedCheckpoint, match=r"model\.safetensors has checksum")
+        with told if verify == "full" else contextlib.nullcontext():
+            call()
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same is (verify == "full")
+    save_weights(model, tmp_path / "exported")
+    load_weights(model, tmp_path / "exported")
+    with pytest.raises(CheckpointNotFound):
+        load_weights(model, tmp_path / "exported", verify="full")
