@@ -107,8 +107,8 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(hub, target, run, tmp_pat
     step, skipped = newest_on_hub(target)
     assert step == 999_999
     assert skipped == [
-        "user/model: checkpoint 1000000 lacks training_state/training_step.json as its manifest "
-        "lists it"
+        "user/model: checkpoint 1000000 does not hold training_state/training_step.json as its "
+        "manifest lists it"
     ]
     assert fetch_checkpoint(target, tmp_path / "elsewhere").name == "999999"
 
@@ -151,7 +151,7 @@ def test_a_hub_out_of_reach_does_not_make_an_older_checkpoint_the_newest(hub, ta
 
 def test_nothing_there(hub, target, tmp_path):
     hub.create("user/model")
-    with pytest.raises(CheckpointNotFound, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="does not hold a complete checkpoint"):
         fetch_checkpoint(target, tmp_path)
     with pytest.raises(PublishError, match="HTTP 404"):
         fetch_checkpoint(replace(target, repo_id="user/other"), tmp_path)

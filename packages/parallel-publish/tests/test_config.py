@@ -14,22 +14,22 @@ from parallel_publish import PublishConfig
     [
         ({"enable": True}, "publish.repo_id is missing. Use --publish.repo_id"),
         ({"push_checkpoints": True}, "publish.repo_id is missing"),
-        ({"repo_id": "name"}, "no name on the Hub"),
-        ({"repo_id": "user/na me"}, "no name on the Hub"),
-        ({"repo_id": "user/a--b"}, "no name on the Hub"),
+        ({"repo_id": "name"}, "is not a name on the Hub"),
+        ({"repo_id": "user/na me"}, "is not a name on the Hub"),
+        ({"repo_id": "user/a--b"}, "is not a name on the Hub"),
         ({"license": "apache"}, "Did you mean"),
-        ({"base_model": "/data/model"}, "a path means nothing to a reader"),
-        ({"tags": ("",)}, "which is no tag"),
+        ({"base_model": "/data/model"}, "which a reader could find"),
+        ({"tags": ("",)}, "which is not a tag"),
         (
             {"revision": ""},
-            "publish.revision = '' is no name of a branch to write to. Use --publish.revision",
+            "publish.revision = '' is not the name of a branch that can be written to. Use --publish",
         ),
-        ({"revision": "a b"}, "no name of a branch"),
-        ({"revision": "f" * 40}, "no name of a branch"),  # but of a commit
-        ({"revision": "../x"}, "no name of a branch"),
-        ({"revision": "-x"}, "no name of a branch"),
-        ({"revision": "x/"}, "no name of a branch"),
-        ({"revision": "x.lock"}, "no name of a branch"),
+        ({"revision": "a b"}, "is not the name of a branch"),
+        ({"revision": "f" * 40}, "is not the name of a branch"),  # but of a commit
+        ({"revision": "../x"}, "is not the name of a branch"),
+        ({"revision": "-x"}, "is not the name of a branch"),
+        ({"revision": "x/"}, "is not the name of a branch"),
+        ({"revision": "x.lock"}, "is not the name of a branch"),
     ],
 )
 def test_wrong_fields(fields, message):

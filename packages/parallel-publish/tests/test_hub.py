@@ -76,7 +76,7 @@ def test_offline_is_said_at_once(hub, target, monkeypatch):
 @pytest.mark.parametrize("endpoint", ["not-a-url", "ftp://host", "http://", "huggingface.co"])
 def test_an_endpoint_that_is_no_address_is_said_at_once(hub, target, monkeypatch, endpoint):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    with pytest.raises(PublishError, match=f"HF_ENDPOINT = '{endpoint}' is no address such as"):
+    with pytest.raises(PublishError, match=f"HF_ENDPOINT = '{endpoint}' is not an address such as"):
         preflight(target)
 
 
@@ -89,7 +89,9 @@ def test_an_endpoint_left_empty_is_the_clients_own(hub, target, monkeypatch):
 
 @pytest.mark.parametrize("token", ["hf test", "hf_é", "hf_\nx"])
 def test_a_token_that_is_none_is_said_and_not_shown(hub, target, token):
-    with pytest.raises(PublishError, match="token holds spaces or letters that no token") as caught:
+    with pytest.raises(
+        PublishError, match="token contains spaces or letters that are not"
+    ) as caught:
         preflight(replace(target, token=token))
     assert token not in str(caught.value)
     assert hub.requests == []

@@ -144,7 +144,7 @@ def test_nothing_there(tmp_path):
         Regressor.from_pretrained(tmp_path / "nowhere")
     Regressor().save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ConfigError, match="does not exist, so nobody knows the model"):
+    with pytest.raises(ConfigError, match="does not exist, so the model cannot be built"):
         Regressor.from_pretrained(tmp_path)
 
 

@@ -396,7 +396,7 @@ def test_a_model_is_sent_with_its_common_files_whoever_wrote_them(hub, tmp_path)
 def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
     """Nor could the paths in it be taken out."""
     save_pretrained(TinyModel(), tmp_path / "out", files={name: '{"root": "/home/me'})
-    with pytest.raises(ConfigError, match=rf"{name} is no JSON document"):
+    with pytest.raises(ConfigError, match=rf"{name} is not a JSON document"):
         publish_checkpoint(tmp_path / "out", CONFIG)
     assert hub.requests == []
 
@@ -404,7 +404,7 @@ def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
 def test_an_index_that_is_none_is_said(hub, tmp_path):
     save_pretrained(TinyModel(), tmp_path / "out")
     (tmp_path / "out/model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ConfigError, match="is no index of weights"):
+    with pytest.raises(ConfigError, match="is not an index of weights"):
         publish_checkpoint(tmp_path / "out", CONFIG)
 
 

@@ -118,9 +118,9 @@ def test_a_negative_degree(words):
         (["train", "--policy.type", ""], "policy.type = '' is empty."),
         (["train", "--output_dir", ""], "output_dir = '' is not a folder."),
         (["train", "--dataset.root", ""], "dataset.root"),
-        (["train", "--publish.repo_id", ""], "publish.repo_id = '' is no name on the Hub"),
-        (["train", "--publish.revision", ""], "publish.revision = '' is no name of a branch"),
-        (["train", "--publish.base_model", ""], "publish.base_model = '' is no name on the Hub"),
+        (["train", "--publish.repo_id", ""], "publish.repo_id = '' is not a name on the Hub"),
+        (["train", "--publish.revision", ""], "publish.revision = '' is not the name of a branch"),
+        (["train", "--publish.base_model", ""], "publish.base_model = '' is not a name on the Hub"),
     ],
 )
 def test_an_empty_word_is_no_path_and_no_name(words, message, capsys):

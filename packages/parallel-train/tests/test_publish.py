@@ -224,7 +224,7 @@ def test_convert_publishes_what_it_made(hub, runs, tmp_path, output, capsys):
 def test_a_wrong_name_is_told_before_anything_is_converted(hub, runs, tmp_path, capsys):
     words = ["convert", str(runs / "sharded"), "--output", str(tmp_path / "model")]
     assert run([*words, "--push_to_hub", "no/such/name"]) == 2
-    assert "push_to_hub = 'no/such/name' is no name on the Hub" in capsys.readouterr().err
+    assert "push_to_hub = 'no/such/name' is not a name on the Hub" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 
@@ -282,7 +282,7 @@ def test_a_token_that_is_wrong_or_missing_or_reads_only(hub, runs, monkeypatch, 
         "hf_nobody": "HTTP 401 (token missing, wrong or expired)",
         "hf_test_reader": "may only read",
         "hf_test_stranger": "belongs to neither 'stranger' nor an organization",
-        "": "is missing: the Hub wants to know who writes",
+        "": "is missing: the Hub takes files only from a known user",
     }.items():
         monkeypatch.setenv("HF_TOKEN", token)
         assert run(["publish", str(runs / "act"), "--repo_id", "user/model"]) == 3
@@ -314,9 +314,9 @@ def test_offline_nothing_is_tried(hub, runs, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["publish", "--repo_id", "bad//name"], "repo_id = 'bad//name' is no name on the Hub"),
-        (["publish", "--license", "gpl4"], "license = 'gpl4' is no licence identifier"),
-        (["publish", "--base_model", "/x"], "base_model = '/x' is no name on the Hub"),
+        (["publish", "--repo_id", "bad//name"], "repo_id = 'bad//name' is not a name on the Hub"),
+        (["publish", "--license", "gpl4"], "license = 'gpl4' is not a licence identifier"),
+        (["publish", "--base_model", "/x"], "base_model = '/x' is not a name on the Hub"),
         (["publish", "--timeout_s", "0"], "timeout_s = 0, but it is at least 1. Use --timeout_s"),
         (["publish", "--private"], "private = True, but user/model exists and is public."),
         (
@@ -324,7 +324,7 @@ def test_offline_nothing_is_tried(hub, runs, monkeypatch, capsys):
             "resumable = True sends the whole checkpoint as it is, without --tags, --dtype.",
         ),
         (["publish", "--max_shard_size", "10XB"], "max_shard_size = '10XB' is not a size"),
-        (["convert", "--push_to_hub", "bad//name"], "push_to_hub = 'bad//name' is no name on"),
+        (["convert", "--push_to_hub", "bad//name"], "push_to_hub = 'bad//name' is not a name on"),
         (["convert", "--private"], "private = True, but user/model exists and is public."),
         (["convert", "--push_to_hub", "me/x"], "push_to_hub = 'me/x' belongs to neither 'user'"),
     ],

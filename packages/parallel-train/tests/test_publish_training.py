@@ -504,7 +504,7 @@ def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
     assert "'run' is to be resumed as well" in fails("run", "--from_hub", "user/run")
     assert "= 'run' is not a name on the Hub" in fails("--from_hub", "run")
     assert "HTTP 404" in fails("--from_hub", "user/nothing")
-    assert "holds no complete checkpoint" in fails("--from_hub", "user/run@main")
+    assert "does not hold a complete checkpoint" in fails("--from_hub", "user/run@main")
     ptrain("resume", "run", "--steps", 4, "--publish.no-enable", "--publish.no-push_checkpoints")
     said = fails("--from_hub", "user/run", "--output_dir", "run")
     assert "holds a checkpoint of step 4, but the newest at user/run is of step 2" in said

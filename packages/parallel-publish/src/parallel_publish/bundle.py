@@ -56,7 +56,7 @@ def write_files(
     """
     for name, content in files.items():
         if Path(name).name != name or name in (".", "..") or belongs_to_weights(name):
-            raise ConfigError.of(name, "is no name for a file beside the weights.")
+            raise ConfigError.of(name, "cannot be the name of a file beside the weights.")
         data = content.encode() if isinstance(content, str) else content
         (folder / name).write_bytes(data)
     before = _weight_stamps(folder)
@@ -149,8 +149,8 @@ def bundle_files(folder: Path) -> dict[str, Path]:
     """Files to send by their path in the repository: what `seal` has listed, and a model's own.
 
     Raises:
-        ConfigError: it is no bundle: no or damaged weights, parts of a checkpoint in it, or a link
-            out of it.
+        ConfigError: it is not a bundle: the weights are missing or damaged, or it contains parts of
+            a checkpoint or a link out of it.
     """
     problems = list(bundle_problems(folder))
     names = _built(folder)
@@ -197,7 +197,7 @@ def _built(folder: Path) -> set[str]:
 def bundle_problems(folder: Path) -> Iterator[Problem]:
     """One line for everything that keeps a folder from being published."""
     if not folder.is_dir():
-        yield Problem(str(folder), "is no folder.")
+        yield Problem(str(folder), "is not a folder.")
         return
     for name in NEVER:
         if (folder / name).exists():
@@ -206,7 +206,7 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
     files = [path for path in sorted(folder.iterdir()) if path.suffix == ".safetensors"]
     weights = [path for path in files if belongs_to_weights(path.name)]
     if not weights:
-        yield Problem(str(folder), f"holds no {SAFETENSORS}.")
+        yield Problem(str(folder), f"does not hold {SAFETENSORS}.")
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
@@ -220,7 +220,7 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
         try:
             listed = set(json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"])
         except (OSError, ValueError, TypeError, KeyError) as error:
-            yield Problem(str(index), f"is no index of weights: {error!r}.")
+            yield Problem(str(index), f"is not an index of weights: {error!r}.")
             return
         if listed != stored:
             yield Problem(
@@ -234,7 +234,7 @@ def _document_problems(path: Path) -> Iterator[Problem]:
         try:
             json.loads(path.read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
-            yield Problem(str(path), f"is no JSON document: {error}.")
+            yield Problem(str(path), f"is not a JSON document: {error}.")
 
 
 def num_bytes(model: torch.nn.Module) -> int:
@@ -297,7 +297,7 @@ def _can_be_split(path: Path, max_bytes: int) -> bool:
         with safe_open(path, framework="pt") as opened:
             return len(list(opened.keys())) > 1
     except (SafetensorError, OSError):
-        return False  # its damage is told when it is read in earnest
+        return False  # the damage is reported when the whole file is read
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

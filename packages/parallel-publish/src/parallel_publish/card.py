@@ -28,7 +28,7 @@ class CardInfo:
     tags: Sequence[str] = ()
     base_model: str | None = None
     datasets: Sequence[str] = ()
-    """Names on the Hub go to the metadata; others (folders) are only told by their last part."""
+    """Names on the Hub go to the metadata; of others (folders) only the last part is shown."""
     pipeline_tag: str | None = None
     library_name: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -55,12 +55,14 @@ class CardInfo:
 def card_problems(info: CardInfo) -> Iterator[Problem]:
     """What the Hub would refuse, found here before anything is trained or sent."""
     if info.license is not None and info.license not in LICENSES:
-        yield Problem("card.license", f"= {info.license!r} is no licence identifier of the Hub.")
+        yield Problem("card.license", f"= {info.license!r} is not a licence identifier of the Hub.")
     if info.base_model is not None and not is_repo_id(info.base_model):
-        yield Problem("card.base_model", f"= {info.base_model!r} is no model on the Hub.")
+        yield Problem(
+            "card.base_model", f"= {info.base_model!r} is not the name of a model on the Hub."
+        )
     for tag in info.tags:
         if not isinstance(tag, str) or not tag.strip():
-            yield Problem("card.tags", f"holds {tag!r}, which is no tag.")
+            yield Problem("card.tags", f"contains {tag!r}, which is not a tag.")
 
 
 def render_card(info: CardInfo, *, repo_id: str = "") -> str:

@@ -21,7 +21,7 @@ ENDPOINT = "HF_ENDPOINT"
 
 
 def note(line: str) -> None:
-    """Say something to whoever watches the run, without touching what a command prints."""
+    """Write a line for the person who watches, on stderr: stdout is the output of a command."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -42,7 +42,7 @@ def client(target: Target) -> HfApi:
 
 
 def refuse_setup(target: Target) -> None:
-    """Refuse what this machine's variables make impossible, before anybody is asked."""
+    """Refuse variables of this machine that make a request impossible, before any is sent."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -54,17 +54,21 @@ def refuse_setup(target: Target) -> None:
     address = endpoint()
     if address is not None and not re.match(r"https?://[^/\s]", address):
         raise PublishError.of(
-            ENDPOINT, f"= {address!r} is no address such as https://host.", "Mend or unset it."
+            ENDPOINT,
+            f"= {address!r} is not an address such as https://host.",
+            "Change or unset it.",
         )
     token = target.token or get_token() or ""
     if not re.fullmatch(r"[\x21-\x7e]*", token):
         raise PublishError.of(
-            "token", "holds spaces or letters that no token has.", "Copy it again (HF_TOKEN)."
+            "token",
+            "contains spaces or letters that are not allowed in a token.",
+            "Copy it again (HF_TOKEN).",
         )
 
 
 def endpoint() -> str | None:
-    """Where the Hub is; None is the client's own address. A variable left empty says nothing."""
+    """Address of the Hub; None is the client's own. An empty variable counts as not set."""
     return os.environ.get(ENDPOINT, "").strip() or None
 
 
@@ -78,7 +82,7 @@ def ask(
     on_note: Callable[[str], None] = note,
     stop: Stop = never,
 ) -> T:
-    """Run a conversation with the Hub; whatever goes wrong becomes one line."""
+    """Run requests to the Hub; every error becomes a PublishError of one line."""
     try:
         return retried(act, target.retry, on_note=on_note, describe=_in_short, stop=stop)
     except PublishError:
@@ -97,8 +101,8 @@ def _problem(target: Target, what: str, error: Exception) -> Problem:
         401: TOKEN_REMEDY,
         403: "Use a token that may, or another repository.",
         404: "Check the names of repository and branch, and that the token may see them.",
-        409: "Somebody else works on it; try again.",
-        412: "Somebody else commits to it; try again.",
+        409: "Another process works on it; try again.",
+        412: "Another process commits to it; try again.",
         413: "Split the weights into smaller files (max_shard_size).",
         429: "Wait some minutes and try again.",
     }

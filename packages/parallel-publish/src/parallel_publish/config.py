@@ -77,8 +77,8 @@ class PublishConfig:
         if self.repo_id is not None and not is_repo_id(self.repo_id, namespace=True):
             yield Problem(
                 "publish.repo_id",
-                f"= {self.repo_id!r} is no name on the Hub: user/name, of letters, digits, '-', "
-                f"'_' and '.', up to {MAX_NAME} characters.",
+                f"= {self.repo_id!r} is not a name on the Hub: user/name, made of letters, "
+                f"digits, '-', '_' and '.', up to {MAX_NAME} characters.",
                 "Use --publish.repo_id user/name.",
             )
         if self.revision is not None and (
@@ -86,25 +86,27 @@ class PublishConfig:
         ):
             yield Problem(
                 "publish.revision",
-                f"= {self.revision!r} is no name of a branch to write to.",
+                f"= {self.revision!r} is not the name of a branch that can be written to.",
                 "Use --publish.revision main, or leave it out.",
             )
         if self.base_model is not None and not is_repo_id(self.base_model):
             yield Problem(
                 "publish.base_model",
-                f"= {self.base_model!r} is no name on the Hub; a path means nothing to a reader.",
+                f"= {self.base_model!r} is not a name on the Hub, which a reader could find.",
                 "Use --publish.base_model user/name, or leave it out.",
             )
         if self.license is not None and self.license not in LICENSES:
             yield Problem(
                 "publish.license",
-                f"= {self.license!r} is no licence identifier of the Hub.",
+                f"= {self.license!r} is not a licence identifier of the Hub.",
                 nearest(self.license.lower(), LICENSES) or "Use --publish.license apache-2.0.",
             )
         for tag in self.tags:
             if not isinstance(tag, str) or not tag.strip() or tag != tag.strip() or "\n" in tag:
                 yield Problem(
-                    "publish.tags", f"holds {tag!r}, which is no tag.", "Leave it out of the list."
+                    "publish.tags",
+                    f"contains {tag!r}, which is not a tag.",
+                    "Leave it out of the list.",
                 )
         if self.timeout_s < 1:
             yield Problem(

@@ -41,7 +41,7 @@ def newest_on_hub(target: Target) -> tuple[int, list[str]]:
     """Step of the newest complete checkpoint, by number, and a line for each that was skipped.
 
     Raises:
-        CheckpointNotFound: the repository holds none.
+        CheckpointNotFound: the repository does not hold one.
     """
     files = list_files(target)
     skipped: list[str] = []
@@ -52,7 +52,7 @@ def newest_on_hub(target: Target) -> tuple[int, list[str]]:
         skipped.append(f"{target.repo_id}: checkpoint {step} {problem}")
     raise CheckpointNotFound.of(
         f"{target.repo_id}@{target.revision}",
-        f"holds no complete checkpoint below {CHECKPOINTS}/"
+        f"does not hold a complete checkpoint below {CHECKPOINTS}/"
         + (f"; {len(skipped)} incomplete." if skipped else "."),
         "Push one first (push_checkpoint_to_hub, or PublishConfig.push_checkpoints of a run), or "
         "name the branch that holds them.",
@@ -108,13 +108,13 @@ def fetch_on_main(target: Target, run_dir: str | Path, *, step: int | None = Non
 
 
 def on_main_at_leisure(act: Callable[[], T]) -> T:
-    """Collective: every rank. `act` on the main rank, for longer than a collective may take.
+    """Collective: every rank. Run `act` on the main rank, even longer than a collective may take.
 
-    The others look into the launch's store meanwhile, as long as a fetch may take.
+    The others wait by asking the launch's store, up to `FETCH_S`: a collective would time out.
 
     Raises:
         ReportedError: the same on every rank when `act` failed.
-        PublishError: the main rank is gone, or did not end in time.
+        PublishError: the main rank is gone, or is not done in time.
     """
     ranks = all_ranks()
     if ranks.group is None:
@@ -167,11 +167,11 @@ def _incomplete(target: Target, step: int, files: Sequence[RemoteFile]) -> str |
     try:
         manifest = _remote_manifest(target, prefix + MANIFEST)
     except (CheckpointNotFound, DamagedCheckpoint) as error:  # not: the Hub is out of reach
-        return f"has no readable manifest: {error}"
+        return f"does not have a readable manifest: {error}"
     if manifest.step != step:
         return f"holds the manifest of step {manifest.step}"
     wrong = [r.path for r in manifest.files if sizes.get(prefix + r.path) != r.size_bytes]
-    return f"lacks {', '.join(wrong[:3])} as its manifest lists it" if wrong else None
+    return f"does not hold {', '.join(wrong[:3])} as its manifest lists it" if wrong else None
 
 
 def _remote_manifest(target: Target, path: str) -> Manifest:

@@ -61,7 +61,7 @@ def publish_files(
         api.preupload_lfs_files(target.repo_id, added, revision=target.revision)
         committing.set()
         try:
-            if left.is_set() or stop():  # nobody waits for it any more, and was told so
+            if left.is_set() or stop():  # the caller has left, with an error that says so
                 raise Stopped
             made = api.create_commit(
                 target.repo_id,
@@ -90,7 +90,7 @@ def list_files(target: Target) -> list[RemoteFile]:
     """Every file of the revision.
 
     Raises:
-        PublishError: there is no such repository or revision, or no way in.
+        PublishError: the repository or revision is missing, or the token may not read it.
     """
     refuse_setup(target)
 
@@ -111,7 +111,7 @@ def at_one_state(target: Target) -> Target:
     """The target at the commit that its revision is now, so that several requests see one state.
 
     Raises:
-        PublishError: there is no such repository or revision, or no way in.
+        PublishError: the repository or revision is missing, or the token may not read it.
     """
     refuse_setup(target)
     sha = ask(

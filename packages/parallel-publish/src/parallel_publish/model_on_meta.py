@@ -84,7 +84,7 @@ def fill(
     if lost:
         raise StateMismatch.of(
             path,
-            f"lacks {', '.join(lost[:10])}, which would stay without values.",
+            f"does not hold {', '.join(lost[:10])}, which would stay without values.",
             "Use meta=False, so that they get the values of the constructor.",
         )
     keys = match(stored, wanted, tied, where=str(path), allow_cast=allow_cast)

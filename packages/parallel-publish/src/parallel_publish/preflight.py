@@ -65,7 +65,7 @@ def _check_token(api: HfApi, target: Target) -> None:
 
     if (target.token or get_token()) is None:
         raise PublishError.of(
-            "token", "is missing: the Hub wants to know who writes.", TOKEN_REMEDY
+            "token", "is missing: the Hub takes files only from a known user.", TOKEN_REMEDY
         )
     who = api.whoami()
     role = (who.get("auth") or {}).get("accessToken", {}).get("role")
@@ -86,7 +86,7 @@ def _check_token(api: HfApi, target: Target) -> None:
 
 
 def _check_write_right(api: HfApi, target: Target) -> None:
-    """Ask how a file would be sent, which only those who may write are told; nothing is sent."""
+    """Ask how a file would be sent: the Hub answers only to those who may write. Sends nothing."""
     from huggingface_hub import CommitOperationAdd
 
     api.preupload_lfs_files(target.repo_id, [CommitOperationAdd("README.md", b"-")])

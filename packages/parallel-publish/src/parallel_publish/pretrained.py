@@ -63,7 +63,7 @@ class PreTrainedModel(nn.Module):
         """What `config.json` holds.
 
         Raises:
-            ConfigError: an argument is no plain value.
+            ConfigError: an argument is not a plain value.
         """
         wrong = sorted(name for name, value in self._init_arguments.items() if not plain(value))
         if wrong:
@@ -125,7 +125,7 @@ class PreTrainedModel(nn.Module):
         are left alone. `overrides` replace constructor arguments.
 
         Raises:
-            ConfigError: there is no such folder, or it holds no model.
+            ConfigError: the folder does not exist, or does not hold a model.
             PublishError: the repository cannot be fetched.
             StateMismatch: lists the tensors that do not fit.
         """
@@ -208,17 +208,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The document in `config.json`.
 
     Raises:
-        ConfigError: there is none, or it is no JSON object.
+        ConfigError: it is missing, or is not a JSON object.
     """
     path = folder / CONFIG
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError.of(path, "does not exist, so nobody knows the model.") from None
+        raise ConfigError.of(path, "does not exist, so the model cannot be built.") from None
     except (OSError, ValueError) as error:
         raise ConfigError.of(path, f"cannot be read: {error}.") from error
     if not isinstance(document, dict):
-        raise ConfigError.of(path, "is no JSON object.")
+        raise ConfigError.of(path, "is not a JSON object.")
     return document
 
 

@@ -40,7 +40,7 @@ class Publication:
         return self.error is None
 
     def render(self) -> str:
-        """What a person should be told."""
+        """Text for a person: what was sent, or why not and how to send it."""
         total = sum(self.files.values())
         listing = "\n".join(f"  {size:>14,}  {path}" for path, size in sorted(self.files.items()))
         if self.error is not None:

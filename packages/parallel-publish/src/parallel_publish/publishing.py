@@ -238,7 +238,7 @@ def _refuse_changes(folder: Path, dtype: Dtype, max_shard_size: str) -> None:
     if dtype != "keep" or max_shard_size != "5GB":
         raise ConfigError.of(
             folder,
-            "is no checkpoint, and the weights of a folder are sent as they are, without a change "
+            "is not a checkpoint. The weights of a folder are sent as they are, without a change "
             "of dtype or max_shard_size.",
             "Publish the checkpoint.",
         )

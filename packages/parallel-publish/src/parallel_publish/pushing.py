@@ -51,7 +51,7 @@ class Push:
 
     @property
     def name(self) -> str:
-        """What people are told of it by."""
+        """Its name in lines for people."""
         return f"checkpoint {self.step}" if self.step >= 0 else str(self.path)
 
 
@@ -91,7 +91,7 @@ class CheckpointPusher:
     checkpoint meanwhile. Nothing here is a collective and nothing raises into the training.
 
     A Hub that is slower than the saves would let pinned checkpoints fill the disk: at most
-    `max_waiting` wait, beyond that the oldest is left out and told as a failure.
+    `max_waiting` wait, beyond that the oldest is left out and reported as failed.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class CheckpointPusher:
         self._thread: threading.Thread | None = None
 
     def push(self, path: str | Path) -> None:
-        """Have a committed checkpoint pushed. Errors are told by `close`."""
+        """Have a committed checkpoint pushed. `close` returns the errors."""
         try:
             folder = StepFolder(resolve_checkpoint(path))
             job = _Job(read_manifest(folder).step, folder.path, _pin(folder))
@@ -178,7 +178,10 @@ class CheckpointPusher:
         _unpin(job)
 
     def _end(self, push: Push, *, of: _Job | None = None, after_s: float = 0.0) -> None:
-        """Keep and tell how a push ended; that of the current job once, whoever is first."""
+        """Keep and report how a push ended.
+
+        For the current job only the first report counts: the thread and `close` may both make one.
+        """
         if push.error and push.path.exists():  # else retention has deleted it
             push = replace(push, retry=push_command(push.path, self._target))
         with self._changed:

@@ -14,15 +14,15 @@ Stop = Callable[[], bool]
 """Asked now and then: whether to leave. Once true it stays so."""
 POLL_S = 0.05
 RETRIED_STATUS = frozenset({408, 412, 425, 429, 500, 502, 503, 504})
-"""Answers after which the same request may succeed. 412: somebody else committed meanwhile."""
+"""Answers after which the same request may succeed. 412: another process has committed."""
 
 
 class Stopped(Exception):
-    """Somebody asked to leave; what was under way is left to itself."""
+    """`stop` was true; a request that is under way ends by itself."""
 
 
 def never() -> bool:
-    """Nobody asks to leave."""
+    """The `stop` that is never true."""
     return False
 
 

@@ -24,7 +24,7 @@ def shareable(text: str) -> str:
 
     Of a path the last part stays: `/data/me/drawers` becomes `drawers`, which says what it was and
     is found where a folder of that name lies. A text with nothing to hide comes back unchanged, and
-    so does one that is no JSON.
+    so does one that is not JSON.
     """
     try:
         document = json.loads(text.removeprefix(BYTE_ORDER_MARK))

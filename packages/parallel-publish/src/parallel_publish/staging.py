@@ -41,7 +41,7 @@ def check_disk(folder: Path, needed_bytes: int, what: str = "the files to publis
 
 @contextmanager
 def empty_folder(root: Path, folder: Path | None) -> Iterator[Path]:
-    """An empty folder for this process alone; None makes one of a name that nobody uses.
+    """An empty folder for this process alone; None makes one with a new name.
 
     Raises:
         PublishError: it cannot be written, or another process sends what is in it.

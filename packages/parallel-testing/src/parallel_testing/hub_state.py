@@ -134,7 +134,7 @@ class HubState:
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         """What a revision holds, by path."""
         commit = self.repos[repo_id].at(revision)
-        assert commit is not None, f"{repo_id} has no {revision}"
+        assert commit is not None, f"{repo_id} does not have {revision}"
         return {path: blob.data for path, blob in commit.files.items()}
 
     def commits(self, repo_id: str) -> list[str]:
@@ -186,4 +186,4 @@ def card_errors(readme: str) -> Iterator[str]:
         if key == "base_model" and value.strip().strip('"').startswith(("/", ".")):
             yield f'"base_model" with value {value.strip()} is not valid'
         if item.startswith(('"/', "/")):
-            yield f"{item} is no name on the Hub"
+            yield f"{item} is not a name on the Hub"
