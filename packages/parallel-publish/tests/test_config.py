@@ -22,7 +22,7 @@ from parallel_publish import PublishConfig
         ({"tags": ("",)}, "which is not a tag"),
         (
             {"revision": ""},
-            "publish.revision = '' is not the name of a branch that can be written to. Use --publish",
+            "publish.revision = '' is not the name of a branch that can be written to. Use",
         ),
         ({"revision": "a b"}, "is not the name of a branch"),
         ({"revision": "f" * 40}, "is not the name of a branch"),  # but of a commit
