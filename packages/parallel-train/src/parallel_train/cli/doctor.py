@@ -117,13 +117,13 @@ def _package(name: str, wanted: list[str]) -> Finding:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "fail", f'missing; pip install "{name}{",".join(wanted)}"')
-    broken = [rule for rules in wanted for rule in rules.split(",") if not _fits(found, rule)]
+    broken = [rule for rules in wanted for rule in rules.split(",") if not meets(found, rule)]
     if broken:
         return Finding(name, "fail", f'{found}; pip install "{name}{",".join(sorted(broken))}"')
     return Finding(name, "ok", found)
 
 
-def _fits(version: str, rule: str) -> bool:
+def meets(version: str, rule: str) -> bool:
     """Whether a version meets `>=X` or `<X`; of other rules nothing is claimed."""
     match = re.fullmatch(r"(>=|<)([\d.]+)", rule.strip())
     if match is None:
@@ -250,10 +250,10 @@ def _environment() -> Iterator[Finding]:
     few = 0 <= files < ENOUGH_FILES
     text = f"{files} may be open; loader workers need many: ulimit -n 4096" if few else str(files)
     yield Finding("open files", "note" if few else "ok", text)
-    yield from _shared_memory(Path("/dev/shm"))
+    yield from shared_memory(Path("/dev/shm"))
 
 
-def _shared_memory(path: Path) -> Iterator[Finding]:
+def shared_memory(path: Path) -> Iterator[Finding]:
     """Loader workers hand batches over through it; containers often have 64 MB."""
     if not path.is_dir():
         return

@@ -8,13 +8,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parallel_config import ConfigError, Problem, ReportedError
 from parallel_train.cli.commands import PublishCommand
 from parallel_train.cli.exits import DONE, NOT_PUBLISHED, end_at_once, fail
 from parallel_train.cli.parsing import Parsed
 from parallel_train.run.signals import StopRequest
+
+if TYPE_CHECKING:
+    from parallel_publish import CardInfo, PublishConfig
 
 ANNOUNCEMENT = "leaving as soon as that harms nothing; send it again to stop at once"
 E = TypeVar("E", bound=ReportedError)
@@ -44,7 +47,7 @@ def run(parsed: Parsed) -> int:
         return fail(spoken(error), "ptrain publish")
 
 
-def config_of(names: Mapping[str, str] = MappingProxyType({}), /, **fields: Any) -> Any:
+def config_of(names: Mapping[str, str] = MappingProxyType({}), /, **fields: Any) -> PublishConfig:
     """The `PublishConfig` that flags stand for; `names` as for `spoken`.
 
     Raises:
@@ -78,7 +81,7 @@ def spoken(error: E, names: Mapping[str, str] = MappingProxyType({})) -> E:
     return type(error)(problems, source=error.source)
 
 
-def check_before(config: Any, names: Mapping[str, str]) -> None:
+def check_before(config: PublishConfig, names: Mapping[str, str]) -> None:
     """Ask the Hub whether it would take a model, before work goes into one.
 
     Raises:
@@ -103,7 +106,7 @@ def quiet_in_logs() -> None:
 
 def publish(
     path: str | Path,
-    config: Any,
+    config: PublishConfig,
     *,
     dry_run: bool,
     options: Mapping[str, Any],
@@ -129,7 +132,7 @@ def publish(
     return DONE if result.ok else NOT_PUBLISHED
 
 
-def _card(path: str | Path, repo_id: str) -> Any:
+def _card(path: str | Path, repo_id: str) -> CardInfo | None:
     from parallel_ckpt import CheckpointNotFound, resolve_checkpoint
     from parallel_train.hub.card import describe_checkpoint, describe_folder
 
@@ -139,7 +142,7 @@ def _card(path: str | Path, repo_id: str) -> Any:
         return describe_folder(Path(path).expanduser(), repo_id)
 
 
-def _push(command: PublishCommand, config: Any) -> int:
+def _push(command: PublishCommand, config: PublishConfig) -> int:
     """Push the whole checkpoint, on its branch."""
     from parallel_ckpt import resolve_checkpoint
     from parallel_publish import PublishError, Target, push_checkpoint_to_hub

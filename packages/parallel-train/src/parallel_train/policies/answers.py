@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
 
-def read_answer(answer: Any, owner: str) -> tuple[Tensor, dict[str, Tensor]]:
+def read_answer(answer: object, owner: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss (0-dim, attached) and metrics (0-dim, detached) of a `forward(batch)`.
 
     The answer is `(loss, metrics)`, or the loss alone. Metrics are a mapping of numbers and
@@ -36,16 +36,18 @@ def read_answer(answer: Any, owner: str) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
-def _number(value: Any) -> Tensor | None:
+def _number(value: object) -> Tensor | None:
     if isinstance(value, Tensor):
         return value.detach().float().reshape(()) if value.numel() == 1 else None
+    if not isinstance(value, SupportsFloat):  # as text is, also where it spells a number
+        return None
     try:
-        return None if isinstance(value, (str, bytes)) else torch.tensor(float(value))
-    except (TypeError, ValueError):
+        return torch.tensor(float(value))
+    except (TypeError, ValueError):  # such as an array of several numbers
         return None
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, tuple):

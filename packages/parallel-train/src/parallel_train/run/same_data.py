@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ class TrainedBefore:
 
     folder: Path
     """Of the model, with `config.json` and the preprocessor's files."""
-    data_state: Any = None
+    data_state: object = None
     """As it was given to the saver."""
     new_statistics: bool = False
     """Whether statistics were asked for by flag, and so are taken from the dataset of now."""

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import STATE, DataSpec
@@ -70,6 +70,22 @@ class Played:
     rollout: Rollout
 
 
+class Actor(Protocol):
+    """A policy that can be asked for one action after another."""
+
+    def eval(self) -> object:
+        """Switch dropout and the like off."""
+        ...
+
+    def select_action(self, batch: dict[str, Any]) -> Tensor:
+        """The action [B, A] to execute now."""
+        ...
+
+    def reset(self) -> None:
+        """Begin a new episode."""
+        ...
+
+
 class PolicyController:
     """Lets a policy act on a MetaWorld observation.
 
@@ -80,9 +96,10 @@ class PolicyController:
     """
 
     def __init__(
-        self, policy: Any, preprocessor: Preprocessor, task_index: int, device: torch.device
+        self, policy: Actor, preprocessor: Preprocessor, task_index: int, device: torch.device
     ) -> None:
-        self._policy, self._preprocessor, self._device = policy.eval(), preprocessor, device
+        policy.eval()
+        self._policy, self._preprocessor, self._device = policy, preprocessor, device
         self._postprocessor: Postprocessor = preprocessor.postprocessor()
         self._task = torch.tensor([task_index])
 
@@ -93,13 +110,13 @@ class PolicyController:
     def __call__(self, observation: Vector) -> Vector:
         """The action [4] for an observation [39]."""
         batch = {STATE: torch.from_numpy(observation)[None], "task_index": self._task}
-        action_BA: Tensor = self._policy.select_action(self._preprocessor(batch, self._device))
+        action_BA = self._policy.select_action(self._preprocessor(batch, self._device))
         action: Vector = self._postprocessor(action_BA)[0].float().cpu().numpy()
         return action
 
 
 def evaluate_policy(
-    policy: Any,
+    policy: nn.Module,
     preprocessor: Preprocessor,
     spec: DataSpec,
     tasks: list[str],
@@ -121,14 +138,14 @@ def evaluate_policy(
         ConfigError: an unknown task, one that the policy was not trained on, or a policy that
             cannot act on what the simulator shows.
     """
-    _check_policy(policy, spec, preprocessor.rename.get(STATE, STATE))
+    acting = _check_policy(policy, spec, preprocessor.rename.get(STATE, STATE))
     device = next(iter(policy.parameters())).device
     results: list[SuccessRate] = []
     numbers = _numbers(episodes)
     # All names are checked first: a wrong one must not show after hours of rollouts.
     stages = [(task, Simulator(task, seed), task_index(spec, task)) for task in tasks]
     for task, simulator, index in stages:
-        actor = PolicyController(policy, preprocessor, index, device)
+        actor = PolicyController(acting, preprocessor, index, device)
         controllers: dict[str, Controller] = {
             "policy": actor,
             "expert": expert(task),
@@ -189,7 +206,7 @@ def _numbers(episodes: int) -> range:
     return range(episodes)
 
 
-def _check_policy(policy: Any, spec: DataSpec, state: str) -> None:
+def _check_policy(policy: nn.Module, spec: DataSpec, state: str) -> Actor:
     """The simulator shows a vector of 39 numbers, which the policy reads as `state`."""
     owner = type(policy).__name__
     cameras = getattr(getattr(policy, "config", None), "camera_names", ())
@@ -200,7 +217,7 @@ def _check_policy(policy: Any, spec: DataSpec, state: str) -> None:
     elif spec.dim(state) != NUM_OBSERVED:
         message = f"reads {state} of {spec.dim(state)} numbers; MetaWorld gives {NUM_OBSERVED}."
     else:
-        return
+        return cast(Actor, policy)
     raise ConfigError(
         Problem("policy", message, "Evaluate a policy that was trained on the embedded dataset.")
     )

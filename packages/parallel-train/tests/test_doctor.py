@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from parallel_config.environment import without_launch
-from parallel_train.cli.doctor import _fits, _shared_memory
+from parallel_train.cli.doctor import meets, shared_memory
 
 
 @pytest.fixture
@@ -86,10 +86,10 @@ def test_what_only_deserves_a_look_is_no_failure(doctor):
 def test_little_shared_memory_is_told_where_loader_workers_need_it(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 64 << 20})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    (found,) = _shared_memory(tmp_path)
+    (found,) = shared_memory(tmp_path)
     assert found.level == "note"
     assert "--shm-size" in found.text
-    assert list(_shared_memory(tmp_path / "none")) == []
+    assert list(shared_memory(tmp_path / "none")) == []
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_little_shared_memory_is_told_where_loader_workers_need_it(tmp_path, mon
     ],
 )
 def test_versions_are_compared_as_numbers(version, rule, fits):
-    assert _fits(version, rule) is fits
+    assert meets(version, rule) is fits
