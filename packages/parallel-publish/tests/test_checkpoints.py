@@ -67,7 +67,7 @@ def _push_all(run, target):
         push_checkpoint_to_hub(run / "checkpoints" / name, target)
 
 
-def test_what_comes_back_resumes_bit_for_bit(hub, target, run, tmp_path):
+def test_a_fetched_checkpoint_resumes_bit_for_bit(hub, target, run, tmp_path):
     folder, model, optimizer = run
     hub.create("user/model", private=True)
     _push_all(folder, target)
@@ -87,7 +87,7 @@ def test_what_comes_back_resumes_bit_for_bit(hub, target, run, tmp_path):
     )
 
 
-def test_fetching_again_fetches_nothing(hub, target, run, tmp_path):
+def test_a_checkpoint_that_is_already_there_is_not_fetched_again(hub, target, run, tmp_path):
     hub.create("user/model")
     _push_all(run[0], target)
     fetch_checkpoint(target, tmp_path / "elsewhere")
@@ -96,7 +96,7 @@ def test_fetching_again_fetches_nothing(hub, target, run, tmp_path):
     assert len(hub.requests_to("/resolve/.*safetensors", "GET")) == before
 
 
-def test_a_checkpoint_that_is_not_whole_is_passed_over(hub, target, run, tmp_path):
+def test_an_incomplete_checkpoint_is_skipped(hub, target, run, tmp_path):
     repo = hub.create("user/model")
     _push_all(run[0], target)
     files = dict(repo.at("main").files)
@@ -149,7 +149,9 @@ def test_a_hub_out_of_reach_does_not_make_an_older_checkpoint_the_newest(hub, ta
         newest_on_hub(target)
 
 
-def test_nothing_there(hub, target, tmp_path):
+def test_a_repository_without_checkpoints_is_not_the_same_error_as_a_missing_one(
+    hub, target, tmp_path
+):
     hub.create("user/model")
     with pytest.raises(CheckpointNotFound, match="does not hold a complete checkpoint"):
         fetch_checkpoint(target, tmp_path)
@@ -157,7 +159,9 @@ def test_nothing_there(hub, target, tmp_path):
         fetch_checkpoint(replace(target, repo_id="user/other"), tmp_path)
 
 
-def test_where_nothing_can_be_written_nothing_is_fetched(hub, target, run, tmp_path, monkeypatch):
+def test_nothing_is_fetched_to_a_folder_that_cannot_be_written(
+    hub, target, run, tmp_path, monkeypatch
+):
     hub.create("user/model")
     _push_all(run[0], target)
     (tmp_path / "file").write_text("")
@@ -171,7 +175,7 @@ def test_where_nothing_can_be_written_nothing_is_fetched(hub, target, run, tmp_p
     assert hub.requests_to("optimizer") == []
 
 
-def test_pushing_blocks_nobody_and_survives_retention(hub, target, run):
+def test_a_push_does_not_block_the_training_and_survives_retention(hub, target, run):
     hub.create("user/model")
     hub.faults.append(Fault("/preupload/", delay_s=1.0))
     notes = []
@@ -189,7 +193,7 @@ def test_pushing_blocks_nobody_and_survives_retention(hub, target, run):
     assert sorted(p.name for p in (run[0] / "checkpoints").iterdir()) == ["1000000", "last"]
 
 
-def test_who_asks_to_leave_waits_a_little_for_a_push(hub, target, run):
+def test_after_a_stop_close_waits_only_briefly_for_a_push(hub, target, run):
     hub.create("user/model")
     answer = threading.Event()
     hub.faults.append(Fault("/preupload/", until=answer))
@@ -208,7 +212,7 @@ def test_who_asks_to_leave_waits_a_little_for_a_push(hub, target, run):
     assert results[0].retry
 
 
-def test_failed_pushes_are_told_and_stop_nothing(hub, target, run):
+def test_failed_pushes_are_reported_and_do_not_stop_later_ones(hub, target, run):
     hub.create("user/model")
     hub.faults.append(Fault("/commit/", status=403))
     notes = []
@@ -245,9 +249,7 @@ def test_a_slow_hub_does_not_let_pinned_checkpoints_pile_up(hub, target, run):
     assert "newer ones are waiting" in next(p.error for p in pusher.close() if p.error)
 
 
-def test_without_hard_links_nothing_is_copied_and_it_is_pushed_all_the_same(
-    hub, target, run, monkeypatch
-):
+def test_without_hard_links_a_checkpoint_is_pushed_without_a_copy(hub, target, run, monkeypatch):
     def no_links(*_, **__):
         raise OSError("not here")
 
@@ -260,7 +262,9 @@ def test_without_hard_links_nothing_is_copied_and_it_is_pushed_all_the_same(
     assert newest_on_hub(target)[0] == 999_999
 
 
-def test_paths_of_this_machine_and_tokens_stay_here(hub, target, tmp_path):
+def test_a_pushed_checkpoint_contains_neither_paths_of_this_machine_nor_tokens(
+    hub, target, tmp_path
+):
     hub.create("user/model")
     config = {
         "output_dir": str(tmp_path / "run"),
@@ -290,7 +294,7 @@ def test_paths_of_this_machine_and_tokens_stay_here(hub, target, tmp_path):
     }
 
 
-def test_what_takes_too_long_is_told_at_the_end(hub, target, run):
+def test_a_push_that_takes_too_long_is_reported_once_by_close(hub, target, run):
     hub.create("user/model")
     hub.faults.append(Fault("/preupload/", delay_s=1.5))
     notes = []
@@ -336,7 +340,7 @@ def test_ranks_wait_for_a_fetch_longer_than_for_one_another():
         assert "user/model is away." in outcome.error
 
 
-def test_ranks_fetch_together(hub, target, run, tmp_path):
+def test_fetch_on_main_gives_every_rank_the_checkpoint(hub, target, run, tmp_path):
     hub.create("user/model")
     _push_all(run[0], target)
     results = run_ranks(_fetch, 2, tmp_path / "elsewhere", env=hub.environment)

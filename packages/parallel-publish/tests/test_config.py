@@ -18,7 +18,7 @@ from parallel_publish import PublishConfig
         ({"repo_id": "user/na me"}, "is not a name on the Hub"),
         ({"repo_id": "user/a--b"}, "is not a name on the Hub"),
         ({"license": "apache"}, "Did you mean"),
-        ({"base_model": "/data/model"}, "which a reader could find"),
+        ({"base_model": "/data/model"}, "so readers cannot find it"),
         ({"tags": ("",)}, "which is not a tag"),
         (
             {"revision": ""},
@@ -32,12 +32,12 @@ from parallel_publish import PublishConfig
         ({"revision": "x.lock"}, "is not the name of a branch"),
     ],
 )
-def test_wrong_fields(fields, message):
+def test_a_wrong_field_is_refused_with_its_name_and_the_rule(fields, message):
     with pytest.raises(ConfigError, match=message):
         PublishConfig(**fields)
 
 
-def test_right_fields():
+def test_valid_repositories_and_branches_are_accepted():
     config = PublishConfig(enable=True, repo_id="user/my_model-1.0", license="apache-2.0")
     assert config.wants_hub
     assert not PublishConfig().wants_hub
@@ -45,7 +45,7 @@ def test_right_fields():
         assert PublishConfig(revision=revision).revision == revision
 
 
-def test_reading_it_imports_neither_torch_nor_the_client():
+def test_reading_the_config_imports_neither_torch_nor_the_client():
     code = (
         "import sys; from parallel_publish import PublishConfig; PublishConfig(); "
         "print([m for m in ('torch', 'huggingface_hub', 'parallel_ckpt') if m in sys.modules])"

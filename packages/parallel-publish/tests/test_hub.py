@@ -53,7 +53,7 @@ def test_preflight_says_what_to_change(hub, target, change, message):
     assert hub.commits("user/model") == []
 
 
-def test_preflight_wants_a_token(hub, target, monkeypatch):
+def test_preflight_refuses_a_missing_token(hub, target, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(PublishError, match="token is missing"):
         preflight(replace(target, token=None))
@@ -64,7 +64,7 @@ def test_preflight_finds_a_bad_card(hub, target):
         preflight(target, card="---\ntags:\n- null\n---\n")
 
 
-def test_offline_is_said_at_once(hub, target, monkeypatch):
+def test_offline_mode_is_reported_before_any_request(hub, target, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -74,13 +74,13 @@ def test_offline_is_said_at_once(hub, target, monkeypatch):
 
 
 @pytest.mark.parametrize("endpoint", ["not-a-url", "ftp://host", "http://", "huggingface.co"])
-def test_an_endpoint_that_is_no_address_is_said_at_once(hub, target, monkeypatch, endpoint):
+def test_an_endpoint_that_is_not_an_address_is_refused(hub, target, monkeypatch, endpoint):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     with pytest.raises(PublishError, match=f"HF_ENDPOINT = '{endpoint}' is not an address such as"):
         preflight(target)
 
 
-def test_an_endpoint_left_empty_is_the_clients_own(hub, target, monkeypatch):
+def test_an_empty_endpoint_is_the_default_of_the_client(hub, target, monkeypatch):
     from parallel_publish.client import endpoint
 
     monkeypatch.setenv("HF_ENDPOINT", " ")
@@ -88,7 +88,7 @@ def test_an_endpoint_left_empty_is_the_clients_own(hub, target, monkeypatch):
 
 
 @pytest.mark.parametrize("token", ["hf test", "hf_é", "hf_\nx"])
-def test_a_token_that_is_none_is_said_and_not_shown(hub, target, token):
+def test_a_malformed_token_is_refused_and_not_shown(hub, target, token):
     with pytest.raises(
         PublishError, match="token contains spaces or letters that are not"
     ) as caught:
@@ -120,7 +120,7 @@ def test_one_commit_holds_everything_and_replaces_what_is_stale(hub, target, fil
     ],
     ids=["500", "503-twice", "dropped", "412", "lfs-503"],
 )
-def test_what_may_pass_is_tried_again(hub, target, files, fault):
+def test_a_transient_failure_is_tried_again(hub, target, files, fault):
     hub.create("user/model")
     hub.faults.append(fault)
     _send(target, files)
@@ -148,7 +148,7 @@ def test_retry_after_is_obeyed(hub, target, files):
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409])
-def test_what_will_not_pass_is_not_tried_again(hub, target, files, status):
+def test_a_final_answer_is_not_tried_again(hub, target, files, status):
     hub.create("user/model")
     hub.faults.append(Fault(COMMIT, status=status, times=9))
     with pytest.raises(PublishError, match=rf"cannot be written at .*HTTP {status}"):
@@ -156,7 +156,7 @@ def test_what_will_not_pass_is_not_tried_again(hub, target, files, status):
     assert len(hub.requests_to(COMMIT)) == 1
 
 
-def test_it_gives_up_in_the_end_and_names_the_last_answer(hub, target, files):
+def test_the_error_after_the_last_attempt_names_the_last_answer(hub, target, files):
     hub.create("user/model")
     hub.faults.append(Fault(COMMIT, status=500, times=99))
     with pytest.raises(PublishError, match=r"HTTP 500 \(the server failed\)"):
@@ -164,7 +164,7 @@ def test_it_gives_up_in_the_end_and_names_the_last_answer(hub, target, files):
     assert len(hub.requests_to(COMMIT)) == 5
 
 
-def test_a_server_that_does_not_answer_holds_nobody_for_long(hub, target, files):
+def test_a_server_that_does_not_answer_is_given_up_at_the_time_limit(hub, target, files):
     hub.create("user/model")
     hub.faults.append(Fault(COMMIT, delay_s=2.0))
     began = time.monotonic()
@@ -173,7 +173,7 @@ def test_a_server_that_does_not_answer_holds_nobody_for_long(hub, target, files)
     assert time.monotonic() - began < 2
 
 
-def test_what_was_given_up_is_not_committed_later(hub, target, files):
+def test_an_upload_that_was_given_up_is_not_committed_later(hub, target, files):
     hub.create("user/model")
     hub.faults.append(replace(LFS, delay_s=2.0))
     with pytest.raises(PublishError, match="no answer within 1 s"):
@@ -187,7 +187,7 @@ def test_what_was_given_up_is_not_committed_later(hub, target, files):
     [Fault(COMMIT, status=403), Fault(COMMIT, drop=True, times=99), Fault(COMMIT, delay_s=1.5)],
     ids=["refused", "broken connection", "too late"],
 )
-def test_what_the_network_or_the_hub_does_is_not_wrong_input(hub, target, files, fault):
+def test_a_failure_of_the_network_or_the_hub_is_not_a_config_error(hub, target, files, fault):
     hub.create("user/model")
     hub.faults.append(replace(fault))
     policy = RetryPolicy(attempts=2, base_s=0.01, timeout_s=1.0)
@@ -197,7 +197,7 @@ def test_what_the_network_or_the_hub_does_is_not_wrong_input(hub, target, files,
     _wait_for_requests()
 
 
-def test_a_config_that_names_no_repository_is_wrong_input():
+def test_a_config_without_a_repository_is_a_config_error():
     with pytest.raises(ConfigError, match=r"publish\.repo_id is missing\."):
         Target.of(PublishConfig())
 
@@ -241,7 +241,7 @@ def test_a_stop_does_not_wait_for_a_file_that_is_being_sent(hub, target, files):
     assert commits == []
 
 
-def test_a_stop_does_not_wait_for_the_next_try(hub, target, files):
+def test_a_stop_does_not_wait_for_the_next_attempt(hub, target, files):
     target = replace(target, retry=RetryPolicy(base_s=60))
     fault = Fault(COMMIT, status=503, times=9)
     said, seconds, commits = _stopped_at(hub, target, files, fault, COMMIT)
@@ -257,14 +257,14 @@ def test_a_stop_waits_for_the_answer_to_a_commit(hub, target, files):
     assert hub.repos["user/model"].refs["main"] in url
 
 
-def test_but_not_for_ever(hub, target, files, monkeypatch):
+def test_a_stop_waits_for_a_commit_only_as_long_as_the_limit(hub, target, files, monkeypatch):
     monkeypatch.setattr("parallel_publish.hub.COMMIT_WAIT_S", 0.3)
     said, seconds, _ = _stopped_at(hub, target, files, Fault(COMMIT), COMMIT)
     assert "may be written: stopped on request, while the commit waited for its answer" in said
     assert 0.2 < seconds < 3
 
 
-def test_who_asked_to_leave_before_begins_nothing(hub, target, files):
+def test_a_stop_from_the_start_sends_no_request(hub, target, files):
     hub.create("user/model")
     with pytest.raises(PublishError, match="is not written: stopped on request"):
         _send(target, files, stop=lambda: True)
@@ -273,7 +273,7 @@ def test_who_asked_to_leave_before_begins_nothing(hub, target, files):
     assert hub.requests == []
 
 
-def test_nobody_listens(hub, monkeypatch, files):
+def test_a_refused_connection_is_a_publish_error_that_names_it(hub, monkeypatch, files):
     from parallel_testing.ranks import free_port
 
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
@@ -284,7 +284,7 @@ def test_nobody_listens(hub, monkeypatch, files):
         _send(target, files)
 
 
-def test_download_brings_back_what_was_sent(hub, target, files, tmp_path):
+def test_a_download_returns_the_files_that_were_sent(hub, target, files, tmp_path):
     hub.create("user/model", private=True)
     _send(target, files)
     assert {(file.path, file.size_bytes) for file in list_files(target)} == {

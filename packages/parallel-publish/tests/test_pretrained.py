@@ -55,7 +55,7 @@ def _same(first, second):
 
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("shard_size", ["5GB", "300B"])
-def test_a_folder_gives_the_model_back(tmp_path, meta, shard_size):
+def test_a_saved_model_is_built_again_from_its_folder(tmp_path, meta, shard_size):
     torch.manual_seed(1)
     model = Regressor(6, tie=True, sizes=(1, 2))
     model.save_pretrained(tmp_path, processors=[Labels()], max_shard_size=shard_size)
@@ -68,7 +68,7 @@ def test_a_folder_gives_the_model_back(tmp_path, meta, shard_size):
     assert len(list(tmp_path.glob("model*.safetensors"))) == (1 if shard_size == "5GB" else 2)
 
 
-def test_a_config_that_an_editor_gave_a_byte_order_mark(tmp_path):
+def test_a_config_with_a_byte_order_mark_is_read(tmp_path):
     Regressor(6).save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
@@ -83,7 +83,7 @@ def test_saving_again_leaves_no_stale_shards(tmp_path):
     _same(model, Regressor.from_pretrained(tmp_path))
 
 
-def test_a_failed_save_leaves_the_former_one(tmp_path):
+def test_a_failed_save_leaves_the_former_files(tmp_path):
     model = Regressor()
     model.save_pretrained(tmp_path / "out")
     with pytest.raises(ConfigError, match="weights replaced by a processor"):
@@ -102,7 +102,7 @@ def test_no_weight_is_initialised_on_meta():
 
 
 @pytest.mark.parametrize("meta", [False, True])
-def test_dtype(tmp_path, meta):
+def test_dtype_casts_the_floating_weights_and_leaves_integers(tmp_path, meta):
     model = Regressor()
     model.save_pretrained(tmp_path)
     again = Regressor.from_pretrained(tmp_path, dtype=torch.bfloat16, meta=meta)
@@ -111,7 +111,7 @@ def test_dtype(tmp_path, meta):
     assert again.seen.dtype == torch.int64
 
 
-def test_strict_or_not(tmp_path):
+def test_without_strict_missing_tensors_keep_the_values_of_the_constructor(tmp_path):
     class Longer(Regressor):
         def __init__(self, width: int = 8) -> None:
             super().__init__(width)
@@ -129,7 +129,7 @@ def test_strict_or_not(tmp_path):
         Regressor.from_pretrained(tmp_path, width=9)
 
 
-def test_arguments_must_be_plain(tmp_path):
+def test_arguments_that_json_cannot_hold_are_refused(tmp_path):
     class Wild(PreTrainedModel):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -139,7 +139,7 @@ def test_arguments_must_be_plain(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_there(tmp_path):
+def test_a_missing_folder_or_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="neither a folder nor a repository"):
         Regressor.from_pretrained(tmp_path / "nowhere")
     Regressor().save_pretrained(tmp_path)

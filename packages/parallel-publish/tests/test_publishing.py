@@ -124,12 +124,12 @@ def test_preflight_is_the_same_error_on_every_rank(hub):
     run_ranks(_preflight_fails, 2, env=hub.environment | {"HF_TOKEN": "hf_nobody"})
 
 
-def test_with_publishing_off_nobody_is_asked(hub):
+def test_with_publishing_off_no_request_is_sent(hub):
     preflight_publish(PublishConfig(repo_id="user/model"))
     assert hub.requests == []
 
 
-def test_preflight_looks_at_the_disk(hub, tmp_path):
+def test_preflight_refuses_a_disk_that_is_too_full(hub, tmp_path):
     with pytest.raises(PublishError, match="bytes free, but the files to publish need"):
         preflight_publish(CONFIG, staging=tmp_path, needed_bytes=10**18)
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_any_format_is_published(hub, checkpoint, tmp_path, dtyp
     assert sorted(str(p) for p in path.parent.parent.rglob("*")) == before
 
 
-def test_a_dry_run_asks_nobody(hub, checkpoint):
+def test_a_dry_run_sends_no_request(hub, checkpoint):
     path, _ = checkpoint
     done = publish_checkpoint(path, CONFIG, dry_run=True)
     assert "would publish 4 files" in done.render()
@@ -178,7 +178,7 @@ def test_a_dry_run_asks_nobody(hub, checkpoint):
     assert [p.name for p in path.parent.parent.glob("publish-*")] == []
 
 
-def test_no_room_for_a_private_model_in_a_public_repository(hub, checkpoint):
+def test_a_private_model_is_not_sent_to_a_public_repository(hub, checkpoint):
     path, _ = checkpoint
     hub.create("user/model")
     done = publish_checkpoint(path, PublishConfig(repo_id="user/model", private=True))
@@ -191,7 +191,7 @@ def _bundles(path):
     return sorted(p.name for p in path.parent.parent.iterdir() if "publish" in p.name)
 
 
-def test_nothing_is_built_that_could_not_be_sent(hub, checkpoint, monkeypatch):
+def test_no_bundle_is_built_if_the_preflight_fails(hub, checkpoint, monkeypatch):
     """And the command that tries again says all that was asked for."""
     path, _ = checkpoint
     monkeypatch.setenv("HF_TOKEN", "")
@@ -208,7 +208,7 @@ def test_nothing_is_built_that_could_not_be_sent(hub, checkpoint, monkeypatch):
     )
 
 
-def test_a_further_try_takes_the_place_of_the_former_one(hub, checkpoint):
+def test_a_new_attempt_replaces_the_former_bundle(hub, checkpoint):
     path, _ = checkpoint
     hub.faults.append(Fault("/commit/", status=403, times=3))
     first = publish_checkpoint(path, CONFIG)
@@ -226,7 +226,7 @@ def test_a_further_try_takes_the_place_of_the_former_one(hub, checkpoint):
     assert _bundles(path) == [other.bundle.name]
 
 
-def test_a_former_bundle_stays_where_the_next_try_ends_at_the_preflight(hub, checkpoint):
+def test_a_former_bundle_stays_if_the_next_attempt_fails_at_the_preflight(hub, checkpoint):
     path, _ = checkpoint
     hub.faults.append(Fault("/commit/", status=403))
     first = publish_checkpoint(path, CONFIG)
@@ -270,7 +270,7 @@ def test_a_stop_leaves_a_bundle_or_the_command_that_makes_one(hub, checkpoint):
         assert _bundles(path) == []
 
 
-def test_a_run_that_may_not_be_written_says_so(hub, checkpoint, tmp_path):
+def test_a_staging_folder_that_cannot_be_written_is_a_publish_error(hub, checkpoint, tmp_path):
     path, _ = checkpoint
     (tmp_path / "file").write_text("")
     with pytest.raises(PublishError, match="cannot be written: Not a directory"):
@@ -334,7 +334,7 @@ def test_a_folder_is_sent_as_it_is(hub, tmp_path):
     said = []
     assert publish_checkpoint(tmp_path / "out", CONFIG, on_note=said.append).ok
     assert set(hub.files("user/model")) == {"README.md", "model.safetensors", "LICENSE"}
-    assert said[0] == "not sent, being no file of a model: data/, host, notes.txt"
+    assert said[0] == "these are not files of a model and are not sent: data/, host, notes.txt"
     (tmp_path / "out" / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(ConfigError, match=r"config.json is a link out of the folder\."):
         publish_checkpoint(tmp_path / "out", CONFIG)
@@ -378,7 +378,7 @@ HUB_FILES = {
 }
 
 
-def test_a_model_is_sent_with_its_common_files_whoever_wrote_them(hub, tmp_path):
+def test_a_model_is_sent_with_its_common_files_and_nothing_else(hub, tmp_path):
     save_file({"mean": torch.zeros(1)}, tmp_path / "normalizer.safetensors")
     save_file(dict(TinyModel().state_dict()), tmp_path / "model.safetensors")
     kept = [".hidden.json", "key.pem", "more.json/a.json", "notes.txt", "wandb/b.model"]
@@ -389,11 +389,14 @@ def test_a_model_is_sent_with_its_common_files_whoever_wrote_them(hub, tmp_path)
     assert publish_checkpoint(tmp_path, CONFIG, on_note=said.append).ok
     weights = {"model.safetensors", "normalizer.safetensors"}
     assert set(hub.files("user/model")) == {"README.md"} | weights | HUB_FILES
-    assert said[0] == "not sent, being no file of a model: key.pem, more.json/, notes.txt, wandb/"
+    assert (
+        said[0]
+        == "these are not files of a model and are not sent: key.pem, more.json/, notes.txt, wandb/"
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "train_config.json"])
-def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
+def test_a_document_that_is_not_json_is_refused(hub, tmp_path, name):
     """Nor could the paths in it be taken out."""
     save_pretrained(TinyModel(), tmp_path / "out", files={name: '{"root": "/home/me'})
     with pytest.raises(ConfigError, match=rf"{name} is not a JSON document"):
@@ -401,14 +404,14 @@ def test_a_document_that_is_none_is_not_sent(hub, tmp_path, name):
     assert hub.requests == []
 
 
-def test_an_index_that_is_none_is_said(hub, tmp_path):
+def test_an_index_that_is_not_a_weight_map_is_refused(hub, tmp_path):
     save_pretrained(TinyModel(), tmp_path / "out")
     (tmp_path / "out/model.safetensors.index.json").write_text("[]")
     with pytest.raises(ConfigError, match="is not an index of weights"):
         publish_checkpoint(tmp_path / "out", CONFIG)
 
 
-def test_damage_is_not_published(hub, checkpoint):
+def test_a_damaged_checkpoint_is_not_published(hub, checkpoint):
     path, _ = checkpoint
     for file in (path / "pretrained_model").rglob("*"):
         if file.suffix in WEIGHTS:
@@ -421,7 +424,7 @@ def test_damage_is_not_published(hub, checkpoint):
     assert _bundles(path) == []
 
 
-def test_a_file_that_is_missing_is_told_before_anybody_is_asked(hub, checkpoint):
+def test_a_missing_file_is_reported_before_any_request(hub, checkpoint):
     path, _ = checkpoint
     next(f for f in (path / "pretrained_model").rglob("*") if f.suffix in WEIGHTS).unlink()
     with pytest.raises(DamagedCheckpoint):
@@ -442,7 +445,7 @@ def test_a_folder_of_save_pretrained_gets_a_card_and_hides_its_paths(hub, tmp_pa
     assert not [name for name, data in files.items() if b"somebody" in data]
 
 
-def test_wrong_folders(hub, tmp_path):
+def test_a_folder_without_a_model_or_with_damaged_weights_is_refused(hub, tmp_path):
     with pytest.raises(CheckpointNotFound):
         publish_checkpoint(tmp_path, CONFIG)
     (tmp_path / "model.safetensors").write_bytes(b"none")

@@ -26,11 +26,11 @@ from parallel_publish.sharing import shareable_bytes
         ("", ""),
     ],
 )
-def test_values(given, shared):
+def test_paths_and_tokens_are_taken_out_of_values(given, shared):
     assert json.loads(shareable(json.dumps({"a": [{"b": given}]}))) == {"a": [{"b": shared}]}
 
 
-def test_secrets_by_name():
+def test_values_of_fields_named_like_secrets_are_removed():
     document = {"wandb": {"api_key": "abc", "token": None}, "use_task_token": "abc", "tokens": 3}
     assert json.loads(shareable(json.dumps(document))) == {
         "wandb": {"api_key": "removed", "token": None},
@@ -40,11 +40,11 @@ def test_secrets_by_name():
 
 
 @pytest.mark.parametrize("text", ['{"lr": 1e-05, "x": 0.30000000000000004}', "no json", "[]"])
-def test_a_text_without_anything_to_hide_is_the_same_to_the_byte(text):
+def test_a_text_without_anything_to_hide_is_sent_unchanged(text):
     assert shareable(text) == text
 
 
-def test_a_byte_order_mark_hides_no_path(tmp_path):
+def test_paths_are_taken_out_of_a_document_with_a_byte_order_mark(tmp_path):
     """An editor may have put it there; the document is one all the same."""
     file = tmp_path / "config.json"
     file.write_text('{"a": "/home/me/x"}', encoding="utf-8-sig")

@@ -56,6 +56,7 @@ class FSDPConfig:
     """Keep shards, gradients and optimizer state in host memory between uses."""
     ignored_modules: tuple[str, ...] = ()
     """Names (FQNs) of modules left unsharded; their gradients are still averaged over ranks."""
+    # fp32 under bf16 too, which is more exact: accelerate's own bf16 reduces in bf16.
     reduce_dtype: ReduceDtype = "fp32"
     """Dtype in which gradients are reduced."""
 
@@ -86,6 +87,7 @@ class FSDPConfig:
             )
         for name in ("wrap_modules", "ignored_modules"):
             for item in getattr(self, name) or ():
+                # accelerate's own variable wants commas, so people type them here too.
                 if "," in item or not item.strip():
                     yield Problem(
                         f"accelerator.fsdp.{name}",
@@ -206,4 +208,5 @@ def _freeze(config: object, name: str) -> None:
     """Store a sequence field as a tuple, so that equal configs compare equal."""
     value = getattr(config, name)
     if isinstance(value, list):
+        # The dataclass is frozen, and this is still its __post_init__.
         object.__setattr__(config, name, tuple(value))

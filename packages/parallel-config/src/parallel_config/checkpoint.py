@@ -56,6 +56,8 @@ class CheckpointConfig:
                 f"= {self.save_freq}, but it counts updates.",
                 "Use --checkpoint.save_freq 0 to save only at the end of the run.",
             )
+        # keep_every without keep_last changes nothing, but it is not refused: configs of older
+        # runs hold it.
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -91,6 +93,7 @@ def parse_size(text: str | int) -> int:
     number = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(number) :].strip().upper()
     try:
+        # float() takes "inf" as well, which int() then refuses by OverflowError.
         num_bytes = int(float(number) * _UNITS[unit or "B"])
     except (KeyError, ValueError, OverflowError):
         raise ValueError(

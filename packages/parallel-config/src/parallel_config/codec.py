@@ -103,6 +103,7 @@ class Schema(Generic[T]):
     def _migrate(self, document: Document, source: str) -> tuple[Document, list[str]]:
         document = dict(document)
         version = document.pop(VERSION_KEY, self.version)
+        # A bool is an int in Python: `true` would count as version 1.
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ConfigError(
                 Problem(VERSION_KEY, f"= {version!r}, but it is a number from 1."), source=source
@@ -247,6 +248,7 @@ def _load_tagged(
     try:
         cls = registry.resolve(tag, trusted=trusted)
     except ConfigError as error:
+        # Collected, not raised: the problems of other sections are shown with these.
         return None, list(error.problems)
     inner: list[_LeftOut] | None = None if left_out is None else []
     config, problems = _validate(cls, section, inner)
@@ -288,6 +290,7 @@ def _leave_out(
     cls: type[Any], document: Document, error: ValidationError, left_out: list[_LeftOut]
 ) -> Document:
     """A document without the keys that are not fields; the given one if all keys are fields."""
+    # A deep copy, because keys are taken out of it. TOML dates become texts, as in `_validate`.
     found: Document = json.loads(json.dumps(document, default=str))
     count = len(left_out)
     for loc in dict.fromkeys(d["loc"] for d in error.errors() if d["type"] == _UNKNOWN):
@@ -314,6 +317,7 @@ def _flatten(cls: type[Any], error: ValidationError) -> Iterator[Problem]:
         path = _path(cls, detail["loc"])
         if detail["type"] == _UNKNOWN:
             yield _unknown_key(cls, detail["loc"], path)
+        # A union gives one error for each branch; only the first is shown.
         elif path not in seen and detail["loc"] not in unknown:
             yield Problem(path, _message(detail))
         seen.add(path)
@@ -375,6 +379,8 @@ def _class_at(cls: type[Any], loc: tuple[int | str, ...]) -> type[Any] | None:
     for part in loc:
         if current is None or not isinstance(part, str):
             return None
+        # Annotations are texts under `from __future__ import annotations`; this makes types of
+        # them.
         hint = get_type_hints(current).get(part)
         options = [hint, *get_args(hint)]
         current = next(

@@ -53,6 +53,7 @@ _LAUNCH = frozenset(
         LAUNCHER_VARIABLE,
     }
 )
+# accelerate fills open fields of its plugins from variables that begin so.
 _PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "FP8_")
 
 
@@ -96,6 +97,7 @@ class LaunchFacts:
         rank = _number(environ, "RANK", 0)
         facts = cls(
             rank=rank,
+            # A launcher that says nothing of hosts has one: ranks are then local ranks.
             local_rank=_number(environ, "LOCAL_RANK", rank),
             world_size=world_size,
             local_world_size=_number(environ, "LOCAL_WORLD_SIZE", world_size),
@@ -113,6 +115,7 @@ class LaunchFacts:
                     "Start through torchrun or --nproc_per_node, or unset RANK and WORLD_SIZE.",
                 )
             )
+        # Each process would take itself for rank 0 and wait for others that never come.
         if world_size > 1 and "RANK" not in environ:
             raise ConfigError(
                 Problem(
@@ -130,6 +133,7 @@ def launch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]
     return {
         name: environ[name]
         for name in sorted(environ)
+        # torchrun exports several variables of its own that begin so.
         if name in _LAUNCH or name.startswith("TORCHELASTIC_")
     }
 
@@ -190,6 +194,7 @@ def _foreign(environ: Mapping[str, str]) -> Iterator[Problem]:
         if environ.get(name, "").strip().lower() in TRUE_WORDS:
             yield _refusal(name, environ[name], effect)
     for name, effect in _VALUES.items():
+        # No word switches these off: every value selects something.
         if environ.get(name, "").strip():
             yield _refusal(name, environ[name], effect)
 

@@ -29,6 +29,7 @@ class Problem:
 
     def below(self, prefix: str) -> Problem:
         """The same problem, with its path from the document that holds this section at `prefix`."""
+        # A config names its full path itself; pydantic gives paths that begin at the section.
         if not prefix or self.path == prefix or self.path.startswith(prefix + "."):
             return self
         return Problem(f"{prefix}.{self.path}" if self.path else prefix, self.message, self.remedy)
@@ -60,6 +61,8 @@ class ReportedError(Exception):
 
     # Exception pickles its arguments, which are the text here: a copy would lose the problems.
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        # Through a function, because `source` is passed by keyword, and pickle only passes
+        # positions.
         return (_rebuild, (type(self), self.problems, self.source))
 
 

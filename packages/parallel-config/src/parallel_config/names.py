@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# The names of torch.compile, of activation checkpointing and of FSDP1, in this order.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 

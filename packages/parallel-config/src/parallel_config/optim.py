@@ -29,6 +29,7 @@ class OptimizerConfig:
     """Largest global norm of the gradients; None does not clip."""
 
     def __post_init__(self) -> None:
+        # A list would not equal the tuple that is read back from a file. The dataclass is frozen.
         object.__setattr__(self, "betas", tuple(self.betas))
         report(self._problems())
 
@@ -39,6 +40,7 @@ class OptimizerConfig:
                 f"= {self.lr}, but a learning rate is a positive finite number.",
                 "Use --optimizer.lr 1e-3.",
             )
+        # The bias correction of Adam divides by 1 - beta ** n, which is 0 for a beta of 1.
         if not all(0 <= beta < 1 for beta in self.betas):
             yield Problem(
                 "optimizer.betas",
@@ -111,6 +113,7 @@ class SchedulerConfig:
         if self.type == "constant":
             return 1.0
         end = self.decay_steps if self.decay_steps is not None else total_steps
+        # The length of a run may be below the warm-up; then there is no decay to divide by.
         span = max(1, end - self.warmup_steps)
         progress = min(1.0, (updates - self.warmup_steps) / span)
         shape = 1 - progress if self.type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
@@ -131,6 +134,7 @@ class EMAConfig:
         report(self._problems())
 
     def _problems(self) -> Iterator[Problem]:
+        # 1 would keep the first weights for ever.
         if self.decay is not None and not 0 <= self.decay < 1:
             yield Problem(
                 "ema.decay",

@@ -38,6 +38,8 @@ def with_environment(
         if not text:
             continue
         value, found = _parsed(name, text, parse), _get(config, path)
+        # A plain `accelerate launch` exports many of these with the default; only a difference is
+        # reported.
         if value is not None and value != found:
             config = _replaced(config, path, value)
             lines.append(f"accelerator.{path}: {found} -> {value} ({name} = {text!r})")
@@ -54,12 +56,14 @@ def _one_of(*allowed: str) -> _Parse:
 
 
 def _count(text: str) -> int:
+    # int() alone would also take "-1" and "1_0".
     if not text.isdecimal():
         raise ValueError("it must be a whole number")
     return int(text)
 
 
 def _backend(text: str) -> str | None:
+    # "no" switches the compilation off (`compile.enable`) and does not name a backend.
     return None if text.lower() == "no" else text.lower()
 
 
@@ -75,6 +79,7 @@ def _names(text: str) -> tuple[str, ...]:
 _FIELDS: tuple[tuple[str, str, _Parse], ...] = (
     ("ACCELERATE_MIXED_PRECISION", "mixed_precision", _one_of("no", "bf16", "fp16")),
     ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "gradient_accumulation.steps", _count),
+    # One variable for two fields: accelerate compiles when it names any backend but "no".
     ("ACCELERATE_DYNAMO_BACKEND", "compile.enable", lambda text: text.lower() != "no"),
     ("ACCELERATE_DYNAMO_BACKEND", "compile.backend", _backend),
     (

@@ -80,6 +80,7 @@ class ParallelismConfig:
         """
         if world_size < 1:
             raise ValueError(f"world_size={world_size} must be at least 1")
+        # Nothing was asked for: every rank then trains on data of its own, which is DDP.
         if (self.dp_replicate, self.dp_shard) == (1, 1):
             return Topology(dp_replicate=world_size)
         if self.dp_shard == FILL:
@@ -109,6 +110,7 @@ class ParallelismConfig:
             )
 
     def _mismatch(self, product: int, world_size: int) -> Problem:
+        # The remedy keeps one of the degrees that the user chose, if it divides the world size.
         if self.dp_replicate > 1 and world_size % self.dp_replicate == 0:
             fit = f"--parallelism.dp_shard {world_size // self.dp_replicate} (or -1)"
         elif world_size % self.dp_shard == 0:
@@ -129,5 +131,6 @@ def _ranks(world_size: int) -> str:
 
 def _choices(world_size: int) -> str:
     divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+    # A large world size has many divisors; a message shows a few.
     shown = divisors if len(divisors) <= 6 else [*divisors[:5], "..."]
     return " or ".join(shown)

@@ -33,6 +33,7 @@ class Registry(Generic[T]):
     """Name to `package.module:Class`."""
     entry_point_group: str
     """Group under which installed packages announce theirs."""
+    # Filled by `resolve`, so it takes no part in the comparison of registries.
     _names: dict[type, str] = field(default_factory=dict, compare=False, repr=False)
 
     def names(self) -> list[str]:
@@ -49,6 +50,7 @@ class Registry(Generic[T]):
                 not a dataclass derived from the base.
         """
         announced = self._announced()
+        # Our own names come first, so no installed package can change what they mean.
         if name in self.builtin:
             path = self.builtin[name]
         elif name in announced:
@@ -92,6 +94,7 @@ class Registry(Generic[T]):
             found: Any = importlib.import_module(module_name)
             for part in qualname.split("."):
                 found = getattr(found, part)
+        # ValueError: the name of the module is empty.
         except (ImportError, AttributeError, ValueError) as error:
             raise self._error(
                 f"= {name!r} cannot be imported: {error}.",
@@ -109,6 +112,8 @@ class Registry(Generic[T]):
                 f"Name a dataclass derived from {self.base.__module__}.{self.base.__qualname__}, "
                 "or a class whose config_class is one.",
             )
+        # A model class may stand for its config: what the user wrote is written again, not its
+        # config.
         self._names.setdefault(found, name)
         return cast(type[T], found)
 

@@ -31,6 +31,8 @@ class Topology:
     """Ranks that one copy of the weights is cut over."""
 
     def __post_init__(self) -> None:
+        # A ValueError and not a ConfigError: these degrees come from code. Those of a user are
+        # checked in ParallelismConfig.
         if self.dp_replicate < 1 or self.dp_shard < 1:
             raise ValueError(
                 f"dp_replicate={self.dp_replicate} and dp_shard={self.dp_shard} must both be "
@@ -45,6 +47,8 @@ class Topology:
     @property
     def dp_world_size(self) -> int:
         """Number of ranks that read different data."""
+        # The same today. It stays a name of its own, because kinds of parallelism whose ranks
+        # share data would divide it.
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -63,6 +67,7 @@ class Topology:
         """Which slice of the global batch `rank` reads."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not among the {self.world_size} of {self.describe()}")
+        # Sharded ranks read different data too: FSDP is data parallel.
         return rank
 
     def describe(self) -> str:

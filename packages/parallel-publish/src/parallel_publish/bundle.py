@@ -59,6 +59,8 @@ def write_files(
             raise ConfigError.of(name, "cannot be the name of a file beside the weights.")
         data = content.encode() if isinstance(content, str) else content
         (folder / name).write_bytes(data)
+    # A processor chooses its file names itself. Stamps show a collision without a read of all
+    # weights.
     before = _weight_stamps(folder)
     for processor in processors:
         processor.save_pretrained(folder)
@@ -119,6 +121,8 @@ def bundle_checkpoint(
     names = _names(step)
     limit = parse_size(max_shard_size)
     if _is_linked(step, dtype, limit):
+        # By checksum, because a link is made without a read. convert compares checksums as it
+        # reads.
         refuse_damage(step, "full")
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -141,6 +145,7 @@ def bundle_checkpoint(
 def bundle_bytes(step: StepFolder, *, dtype: Dtype, max_bytes: int) -> int:
     """Bytes that a checkpoint's bundle takes at most, for the check of the disk."""
     if _is_linked(step, dtype, max_bytes):
+        # Links do not take room.
         return 0
     return sum(record.size_bytes for record in _model_records(step))
 
@@ -154,12 +159,14 @@ def bundle_files(folder: Path) -> dict[str, Path]:
     """
     problems = list(bundle_problems(folder))
     names = _built(folder)
+    # Also what a person added later, and all of a folder that was never sealed.
     names |= {entry.name for entry in folder.glob("*") if _MODEL_FILES.fullmatch(entry.name)}
     found = {name: folder / name for name in sorted(names) if (folder / name).is_file()}
     root = folder.resolve()
     problems += [
         Problem(str(path), "is a link out of the folder.", "Copy the file there.")
         for path in found.values()
+        # The client would follow the link and publish a file that was never meant.
         if not path.resolve().is_relative_to(root)
     ]
     if problems:
@@ -222,6 +229,7 @@ def bundle_problems(folder: Path) -> Iterator[Problem]:
         except (OSError, ValueError, TypeError, KeyError) as error:
             yield Problem(str(index), f"is not an index of weights: {error!r}.")
             return
+        # A loader trusts the index: a tensor that is missing there would be missing in the model.
         if listed != stored:
             yield Problem(
                 str(index), f"lists {len(listed)} tensors, but the files hold {len(stored)}."
@@ -265,6 +273,7 @@ def _model_records(step: StepFolder) -> list[FileRecord]:
     """Files that a bundle is made from; shards only where there is no safetensors."""
     prefix = step.pretrained_model.name + "/"
     records = [record for record in read_manifest(step).files if record.path.startswith(prefix)]
+    # Shards are only read to convert them, which is not needed where safetensors are there.
     plain = [record for record in records if f"/{DCP}/" not in record.path]
     has_weights = any(belongs_to_weights(record.path.removeprefix(prefix)) for record in plain)
     return plain if has_weights else records
@@ -287,10 +296,13 @@ def _is_linked(step: StepFolder, dtype: Dtype, max_bytes: int) -> bool:
 
 def _can_be_split(path: Path, max_bytes: int) -> bool:
     """Whether a file holds more than that, its header aside, and more than one tensor."""
+    # The cheap test first: only a file above the limit is opened.
     if path.suffix != ".safetensors" or path.stat().st_size <= max_bytes:
         return False
     try:
         with open(path, "rb") as file:
+            # A safetensors file begins with the length of its header in 8 bytes, little-endian.
+            # The limit counts the tensors, not the header.
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
         if path.stat().st_size - header_bytes <= max_bytes:
             return False

@@ -81,7 +81,9 @@ def render_card(info: CardInfo, *, repo_id: str = "") -> str:
 def loss_curve_svg(losses: Sequence[tuple[int, float]], *, max_points: int = 400) -> str:
     """A picture of (step, loss): one polyline with its range written at the axes."""
     width, height, left, bottom = 720, 320, 70, 40
+    # NaN (which differs from itself) and infinite losses have no place in a picture.
     points = [(step, loss) for step, loss in losses if loss == loss and abs(loss) != float("inf")]
+    # Thinned out, since a long run would make the file large; the last loss is always shown.
     points = points[:: max(1, len(points) // max_points)] + points[-1:]
     if not points:
         points = [(0, 0.0)]
@@ -90,6 +92,7 @@ def loss_curve_svg(losses: Sequence[tuple[int, float]], *, max_points: int = 400
 
     def place(step: int, loss: float) -> str:
         x = left + (width - left - 20) * (step - first) / max(last - first, 1)
+        # A constant loss has no range; 1.0 then avoids a division by zero.
         y = 20 + (height - 20 - bottom) * (1 - (loss - low) / ((high - low) or 1.0))
         return f"{x:.1f},{y:.1f}"
 
@@ -123,6 +126,7 @@ def _front_matter(info: CardInfo) -> str:
         "library_name": info.library_name,
         "pipeline_tag": info.pipeline_tag,
         "base_model": info.base_model,
+        # The Hub links these names, so a folder does not belong here.
         "datasets": [name for name in info.datasets if is_repo_id(name, namespace=True)],
         "tags": list(dict.fromkeys(info.tags)),
     }
@@ -131,6 +135,7 @@ def _front_matter(info: CardInfo) -> str:
         if isinstance(value, list):
             lines += [f"{name}:", *(f"- {json.dumps(item)}" for item in value)] if value else []
         elif value:
+            # Quoted: a tag such as "a: b" would be a mapping in YAML.
             lines.append(f"{name}: {json.dumps(value)}")
     return "\n".join(["---", *lines, "---"]) if lines else ""
 
@@ -156,12 +161,14 @@ def _training(info: CardInfo) -> Iterator[str]:
     if info.losses:
         yield f"![training loss]({CURVE})"
     if info.train_config:
+        # The card is public, like the documents beside it.
         text = shareable(info.train_config).strip()
         yield f"<details><summary>train_config.json</summary>\n\n```json\n{text}\n```\n\n</details>"
 
 
 def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
     lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    # A bar in a cell would end the cell.
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(lines)
 

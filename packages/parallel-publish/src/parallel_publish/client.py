@@ -30,6 +30,7 @@ def without_bars() -> None:
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
+    # A set variable is final for the client, whatever a program asks of it.
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars()
 
@@ -45,6 +46,7 @@ def refuse_setup(target: Target) -> None:
     """Refuse variables of this machine that make a request impossible, before any is sent."""
     from huggingface_hub import constants, get_token
 
+    # The client reads this variable once, when it is imported; so the constant decides.
     if constants.HF_HUB_OFFLINE:
         raise PublishError.of(
             "HF_HUB_OFFLINE",
@@ -58,6 +60,8 @@ def refuse_setup(target: Target) -> None:
             f"= {address!r} is not an address such as https://host.",
             "Change or unset it.",
         )
+    # The token becomes a header of every request. The client would fail on such a character only
+    # then, and its error could show the token.
     token = target.token or get_token() or ""
     if not re.fullmatch(r"[\x21-\x7e]*", token):
         raise PublishError.of(
@@ -85,6 +89,7 @@ def ask(
     """Run requests to the Hub; every error becomes a PublishError of one line."""
     try:
         return retried(act, target.retry, on_note=on_note, describe=_in_short, stop=stop)
+    # This error is ours and says already what to change.
     except PublishError:
         raise
     except Stopped:
@@ -117,11 +122,14 @@ def _problem(target: Target, what: str, error: Exception) -> Problem:
 
 def _in_short(error: BaseException) -> str:
     """One line, without addresses of requests and without anything a token could be in."""
+    # The answer says it in a number. The text of the client holds addresses of requests.
     status = status_of(error)
     if status is not None:
         return f"HTTP {status} ({_MEANING.get(status, 'refused')})"
+    # Our own time limit: its text says how long it was.
     if isinstance(error, TimeoutError):
         return str(error)
+    # The client wraps the errors of its HTTP library; the innermost one names the reason.
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

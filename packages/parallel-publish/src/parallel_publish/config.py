@@ -1,4 +1,6 @@
-"""What a run publishes, and where; a section of the train config, so neither torch nor the Hub."""
+"""What a run publishes, and where. It is a section of the train config, so it imports neither torch
+nor the client of the Hub.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from dataclasses import dataclass
 from parallel_config import Problem
 from parallel_config.errors import nearest, report
 
+# The rules of the Hub for names, and of git for branches, so that a wrong name is found before
+# training and not at the end.
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?")
 _BRANCH = re.compile(r"[^\x00-\x20\x7f~^:?*\[\\./-][^\x00-\x20\x7f~^:?*\[\\]{0,249}")
 MAX_NAME = 96
@@ -34,25 +38,27 @@ class PublishConfig:
     """Whether and where the trained model is published."""
 
     enable: bool = False
-    """Publish the model at the end of the run; everything is checked before training starts."""
+    """Publish the model at the end of the run. Everything is checked before training starts."""
     repo_id: str | None = None
-    """Repository on the Hub, as user/name or organization/name; made if it does not exist."""
+    """Repository on the Hub, as user/name or organization/name. It is created if it does not
+    exist."""
     private: bool = False
-    """Make a new repository private; an error on one that is public. Without it an existing one is
-    left as it is."""
+    """Create the repository as private. If it exists and is public, that is an error. Without this
+    flag an existing repository keeps its visibility."""
     revision: str | None = None
-    """Branch that is written to; None is main. It is made if it does not exist."""
+    """Branch to write to; None is main. It is created if it does not exist."""
     license: str | None = None
-    """Identifier of the licence in the model card, such as apache-2.0."""
+    """Licence identifier for the model card, such as apache-2.0."""
     tags: tuple[str, ...] = ()
-    """Further tags of the model card."""
+    """More tags for the model card."""
     base_model: str | None = None
-    """Model on the Hub that this one was trained from, as user/name."""
+    """Model on the Hub that this training started from, as user/name."""
     push_checkpoints: bool = False
-    """Push every checkpoint, in the background, so that `ptrain resume --from_hub` can go on with
-    the run. They go to the branch `checkpoints`, so that the model's own holds no shards."""
+    """Push every checkpoint in the background, so that `ptrain resume --from_hub` can continue the
+    run. Checkpoints go to the branch `checkpoints`, so that the model's branch does not hold
+    shards."""
     timeout_s: int = 7200
-    """Seconds after which an upload counts as failed; what was to be sent is kept."""
+    """Seconds after which an upload counts as failed. The folder with the files is kept."""
 
     def __post_init__(self) -> None:
         report(self._problems())
@@ -65,6 +71,7 @@ class PublishConfig:
     @property
     def checkpoints_revision(self) -> str:
         """Branch that whole checkpoints go to."""
+        # The branch of checkpoints is never the one of the model: see decision 7.
         if self.revision in (None, "main"):
             return CHECKPOINTS_BRANCH
         return f"{self.revision}-{CHECKPOINTS_BRANCH}"
@@ -82,6 +89,7 @@ class PublishConfig:
                 "Use --publish.repo_id user/name.",
             )
         if self.revision is not None and (
+            # 40 hex digits name a commit, and a commit cannot move to a new state.
             not is_branch(self.revision) or re.fullmatch("[0-9a-f]{40}", self.revision)
         ):
             yield Problem(
@@ -92,7 +100,7 @@ class PublishConfig:
         if self.base_model is not None and not is_repo_id(self.base_model):
             yield Problem(
                 "publish.base_model",
-                f"= {self.base_model!r} is not a name on the Hub, which a reader could find.",
+                f"= {self.base_model!r} is not a name on the Hub, so readers cannot find it.",
                 "Use --publish.base_model user/name, or leave it out.",
             )
         if self.license is not None and self.license not in LICENSES:

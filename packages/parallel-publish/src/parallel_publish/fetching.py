@@ -69,16 +69,20 @@ def fetch_checkpoint(target: Target, run_dir: str | Path, *, step: int | None = 
         CheckpointNotFound: there is none on the Hub.
         DamagedCheckpoint: what came differs from its manifest.
     """
+    # One commit for all requests: a push meanwhile would mix the files of two states.
     target = at_one_state(target)
     number = newest_on_hub(target)[0] if step is None else step
     run = RunFolder(Path(run_dir).expanduser().absolute())
     final = run.step(number)
     if final.is_committed and not _problems(final):
         return final.path
+    # It may be a checkpoint of another run; a fetch never replaces what is there.
     if final.path.exists():
         raise PublishError.of(
             final.path, "is there already, and differs from what it should be.", "Move it away."
         )
+    # In the same folder as the checkpoint, so that the rename at the end is atomic. The name is
+    # that of a save under way: if this process dies, the next start removes it.
     incoming = run.hidden(number, TEMPORARY, uuid.uuid4().hex[:12])
     try:
         incoming.mkdir(parents=True)
@@ -122,6 +126,7 @@ def on_main_at_leisure(act: Callable[[], T]) -> T:
     import torch.distributed as dist
 
     store: Any = dist.distributed_c10d._get_default_store()
+    # A new key for each call: the store keeps what an earlier call has set.
     key = ranks.broadcast(f"parallel_publish/{uuid.uuid4().hex}")
     outcome: list[Callable[[], T]] = []
     if ranks.is_main:
@@ -130,19 +135,23 @@ def on_main_at_leisure(act: Callable[[], T]) -> T:
         except Exception as error:
             outcome = [partial(_raise, error)]
         finally:
+            # Also after a KeyboardInterrupt, or the others would wait until FETCH_S is over.
             store.set(key, "")
     else:
         _wait_for(store, key, FETCH_S)
+    # The store only says that it is over. Value or error take the way of every agreement.
     return ranks.from_main(lambda: outcome[0]())
 
 
 def _wait_for(store: Any, key: str, limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     try:
+        # Asked again and again: a blocking wait ends at the timeout of the store.
         while not store.check([key]):
             if time.monotonic() > deadline:
                 raise PublishError.of("rank 0", f"has not ended within {limit_s:.0f} s.")
             time.sleep(POLL_S)
+    # Under our launcher rank 0 holds the store, so the connection breaks when it ends.
     except RuntimeError as error:
         raise PublishError.of("rank 0", "is gone, while the others waited for it.") from error
 
@@ -157,6 +166,7 @@ def _raise(error: Exception) -> NoReturn:
 
 def _steps(files: Sequence[RemoteFile]) -> list[int]:
     found = (_MANIFESTS.fullmatch(file.path) for file in files)
+    # Only names that we write ourselves: 0000500 would be found as step 500, but not fetched.
     return [int(match[1]) for match in found if match and step_name(int(match[1])) == match[1]]
 
 

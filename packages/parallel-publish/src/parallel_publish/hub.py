@@ -51,6 +51,7 @@ def publish_files(
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         api = client(target)
+        # Asked anew at each attempt: after a 412 another commit is the head, with other files.
         head = api.model_info(target.repo_id, revision=target.revision)
         there = [sibling.rfilename for sibling in head.siblings or ()]
         stale = [path for path in there if replaces(path) and path not in files]
@@ -58,16 +59,24 @@ def publish_files(
             CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
             for name, content in sorted(files.items())
         ]
+        # The large files are sent by a call of their own. They change nothing until the commit
+        # names them, so the time in which a caller must not leave is that of the commit alone.
         api.preupload_lfs_files(target.repo_id, added, revision=target.revision)
         committing.set()
         try:
+            # Asked after the event is set: the caller then either waits for us or has left.
             if left.is_set() or stop():  # the caller has left, with an error that says so
                 raise Stopped
+            # create_commit and not upload_folder, which may split into several commits. If the
+            # answer to a former attempt was lost, the client finds all files unchanged there and
+            # returns that commit instead of a second one.
             made = api.create_commit(
                 target.repo_id,
                 [*added, *(CommitOperationDelete(path) for path in stale)],
                 commit_message=message,
                 revision=target.revision,
+                # With it the Hub refuses (412) if another process has committed since `head` was
+                # read; without it the two would undo each other.
                 parent_commit=head.sha,
             )
         finally:
@@ -77,7 +86,9 @@ def publish_files(
     try:
         return ask(target, commit, "written", on_note, _but_for(committing, stop))
     except PublishError:
+        # The thread of the request lives on; from now on it must not begin a commit.
         left.set()
+        # Only in this case is it unknown whether the Hub has made the commit.
         if not (stop() and committing.is_set()):
             raise
         raise PublishError.of(
@@ -101,6 +112,7 @@ def list_files(target: Target) -> list[RemoteFile]:
         return [
             RemoteFile(path=entry.path, size_bytes=entry.size)
             for entry in entries
+            # Folders are listed as well, without a size.
             if hasattr(entry, "size")
         ]
 
@@ -164,6 +176,7 @@ def _but_for(committing: threading.Event, stop: Stop) -> Stop:
         if not stop():
             return False
         if not since:
+            # The wait is counted from the first request to leave, not from the commit.
             since.append(time.monotonic())
         return not committing.is_set() or time.monotonic() - since[0] > COMMIT_WAIT_S
 

@@ -24,6 +24,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     Buffers must be real, because those that are not saved have their values from the constructor.
     """
+    # On the class: constructors build modules of any kind, and `self.weight = nn.Parameter(...)`
+    # comes through here too.
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -43,7 +45,10 @@ def _twin(param: nn.Parameter) -> nn.Parameter:
     twin: nn.Parameter | None = getattr(param, "_on_meta", None)
     if twin is None:
         twin = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        # Marks that a model has put on its parameter must not be lost.
         twin.__dict__.update(param.__dict__)
+        # Kept on the parameter and not in a table by id(): the id of a parameter that was freed is
+        # used again.
         param._on_meta = twin  # type: ignore[attr-defined]
     return twin
 
@@ -55,6 +60,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
         for name, param in list(module._parameters.items()):
             if param is None or not param.is_meta:
                 continue
+            # By identity, as tied parameters are one object in several modules.
             if id(param) not in real:
                 memory = torch.empty_like(param, device=device)
                 real[id(param)] = nn.Parameter(memory, requires_grad=param.requires_grad)
@@ -116,6 +122,7 @@ def meta_names(model: nn.Module) -> frozenset[str]:
 
 def plain(value: Any) -> bool:
     """Whether a constructor's argument can be written to config.json and read back equal."""
+    # Not tuples: JSON gives them back as lists, which are not equal.
     if isinstance(value, bool | int | float | str) or value is None:
         return True
     if isinstance(value, list):

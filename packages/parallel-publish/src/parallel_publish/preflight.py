@@ -28,11 +28,13 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
         PublishError: says what to change.
     """
     refuse_setup(target)
+    # The deadline of an upload is hours, which no one waits for before training.
     patience_s = min(target.retry.timeout_s, PREFLIGHT_TIMEOUT_S)
     target = replace(target, retry=replace(target.retry, timeout_s=patience_s))
 
     def check() -> None:
         api = client(target)
+        # The token comes first: without the right one the Hub calls a private repository missing.
         _check_token(api, target)
         existing = _visibility(api, target)
         if existing is False and target.private:
@@ -42,6 +44,7 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
                 "Choose another repository, or make that one private on the Hub first.",
             )
         if existing is None:
+            # exist_ok, because another run may have created it since we asked.
             api.create_repo(target.repo_id, private=target.private, exist_ok=True)
         else:
             _check_write_right(api, target)
@@ -55,6 +58,8 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
 def check_card(target: Target, card: str) -> None:
     """Have the Hub check a model card's metadata; PublishError names what it refuses."""
     try:
+        # Private, but create_commit sends every README.md through it. Asking here shows a wrong
+        # card before training and not after it.
         client(target)._validate_yaml(card, repo_type="model")
     except ValueError as error:
         raise PublishError.of("model card", f"is refused by the Hub: {error}") from error
@@ -76,6 +81,8 @@ def _check_token(api: HfApi, target: Target) -> None:
             TOKEN_REMEDY,
         )
     names = {who.get("name"), *(org.get("name") for org in who.get("orgs") or ())}
+    # Only a token with the role "write" may write to all of these namespaces and to no other. A
+    # fine-grained one has rights of its own, which only a request to the repository shows.
     if role == "write" and target.repo_id.split("/")[0] not in names:
         raise PublishError.of(
             "publish.repo_id",
@@ -97,6 +104,7 @@ def _visibility(api: HfApi, target: Target) -> bool | None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
+        # Without the revision, whose branch may not exist yet.
         return bool(api.repo_info(target.repo_id).private)
     except RepositoryNotFoundError:
         return None

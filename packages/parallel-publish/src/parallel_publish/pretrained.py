@@ -137,8 +137,11 @@ class PreTrainedModel(nn.Module):
                 model = cls.from_config_document(document, **overrides)
         else:
             model = cls.from_config_document(document, **overrides)
+        # The cast is made on meta where that is possible, so that memory is only taken in the
+        # final dtype.
         if dtype is not None:
             cast(model, dtype)
+        # Noted before memory takes the place of meta: nothing tells them apart afterwards.
         must = meta_names(model)
         materialize(model, where)
         model.to(where)
@@ -161,9 +164,11 @@ def save_pretrained(
             unless everything was written.
     """
     target = Path(folder).expanduser().absolute()
+    # Beside the target, thus on the same disk: the files are moved by a rename when all are there.
     fresh = target.with_name(f".{target.name}.saving")
     ranks = all_ranks()
     max_bytes = ranks.together(lambda: parse_size(max_shard_size))
+    # A save that was killed may have left it.
     ranks.from_main(lambda: shutil.rmtree(fresh, ignore_errors=True))
     save_weights(bare_module(model), fresh, max_shard_bytes=max_bytes)
 
@@ -189,6 +194,7 @@ def find_pretrained(
     """
     path = Path(source).expanduser()
     if path.is_dir():
+        # A folder with a model is that model; only otherwise may it be a run or a checkpoint.
         if (path / CONFIG).is_file() or any(belongs_to_weights(p.name) for p in path.iterdir()):
             return path
         return StepFolder(resolve_checkpoint(path)).pretrained_model
@@ -225,10 +231,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _move(fresh: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     written = {path.name for path in fresh.iterdir()}
+    # The folder is not replaced as a whole: a person may keep other files in it.
     for name in sorted(written):
+        # A rename replaces a file, but not a folder that has something in it.
         if (fresh / name).is_dir():
             shutil.rmtree(target / name, ignore_errors=True)
         os.replace(fresh / name, target / name)
+    # Last: until the new weights are there, the old ones stay. A loader that takes every weight
+    # file would mix old shards with new ones.
     remove_stale_weights(target, written)
 
 
@@ -237,10 +247,13 @@ def _bound(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
     signature = inspect.signature(cls.__init__)  # type: ignore[misc]
     try:
         bound = signature.bind(None, *args, **kwargs)
+    # copy and pickle call __new__ without arguments; a wrong call fails in __init__ with a better
+    # text.
     except TypeError:
         return {}
     found: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
+        # bind() keeps them in one dict under its own name, which a call could not take back.
         if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             found |= value
         else:
@@ -249,4 +262,5 @@ def _bound(cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def _listed(value: Any) -> Any:
+    # As they are when read back: JSON has no tuples.
     return [_listed(item) for item in value] if isinstance(value, tuple) else value

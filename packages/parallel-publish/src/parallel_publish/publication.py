@@ -76,8 +76,11 @@ def send(folder: Path, target: Target, on_note: Callable[[str], None], stop: Sto
         files = bundle_files(folder)
         url = publish_files(
             target,
+            # Cleaned only on the way: the files in the folder stay as they are.
             {name: shareable_bytes(path) or path for name, path in files.items()},
             message="Publish the trained model",
+            # Shards of a former model would be loaded with the new ones, and the new card may not
+            # have a curve. Everything else stays: it may be a person's.
             replaces=lambda path: belongs_to_weights(path) or path == CURVE,
             on_note=on_note,
             stop=stop,
@@ -110,5 +113,6 @@ def dry(folder: Path, target: Target) -> Publication:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
+    # Not bundle_files, which may be what failed.
     found = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}

@@ -79,6 +79,7 @@ def preflight_publish(
             check_disk(staging, needed_bytes() if callable(needed_bytes) else needed_bytes)
         if config.enable:
             preflight(Target.of(config, token=token), card=render_card(info))
+        # A branch of its own, so a preflight of its own: that is where the branch is made.
         if config.push_checkpoints:
             preflight(Target.of_checkpoints(config, token=token))
 
@@ -121,6 +122,7 @@ def publish_trained_model(
         max_shard_size=max_shard_size,
         token=token,
     )
+    # No collective from here on: a slow network must not exceed the deadline of one.
     return staged.send(on_note) if all_ranks().is_main else None
 
 
@@ -143,10 +145,12 @@ def stage_trained_model(
     folder = Path(staging).expanduser().absolute()
     ranks = all_ranks()
     target = ranks.together(lambda: Target.of(config, token=token))
+    # Before the weights are gathered: a full disk is found in an instant, not after minutes.
     size = num_bytes(model)
     ranks.from_main(lambda: check_disk(folder, size))
     documents = dict(files or {}) | ({TRAIN_CONFIG: train_config} if train_config else {})
     inner = bare_module(model)
+    # Every rank makes the document, because the error of an argument must reach all of them.
     if isinstance(inner, PreTrainedModel) and CONFIG not in documents:
         documents[CONFIG] = ranks.together(lambda: json.dumps(inner.config_document(), indent=2))
     save_pretrained(
@@ -156,6 +160,7 @@ def stage_trained_model(
 
     def finish() -> None:
         write_card(folder, info, repo_id=target.repo_id)
+        # After the card, which is one of the files that it lists.
         seal(folder)
 
     ranks.from_main(finish)
@@ -193,15 +198,18 @@ def publish_checkpoint(
     step = _checkpoint(given)
     limit = _bytes(max_shard_size)
     if step is None:
+        # Refused and not ignored: the user would believe that the weights were changed.
         _refuse_changes(given, dtype, max_shard_size)
         info = (card or CardInfo()).with_config(config)
         return _publish_folder(given, target, info, config, dry_run, on_note, stop)
     info = (card or _card_of(step)).with_config(config)
     text = checked_card(info, repo_id=target.repo_id)
+    # Sizes now, because that is quick and needs no network; checksums while the bundle is built.
     refuse_damage(step, "fast")
     root = Path(staging).expanduser().absolute() if staging else step.path.parent.parent
     options = [*card_options(config), *weight_options(dtype, max_shard_size)]
     if not dry_run:
+        # The Hub is asked before the bundle is built, which takes as long as a copy of the model.
         error = _preflight_error(target, text, stop)
         if error is not None:
             return failed(step.path, target, error, options)
@@ -214,6 +222,7 @@ def publish_checkpoint(
                 step.path, bundle, dtype=dtype, max_shard_size=max_shard_size, stop=stop
             )
             write_card(bundle, info, repo_id=target.repo_id)
+            # After the card, which is one of the files that it lists.
             seal(bundle)
             result = dry(bundle, target) if dry_run else send(bundle, target, on_note, stop)
             return result
@@ -223,6 +232,7 @@ def publish_checkpoint(
         except OSError as error:
             raise PublishError.of(bundle, f"cannot be written: {error.strerror}.") from None
         finally:
+            # A bundle is kept only when all of it was built and the Hub did not take it.
             if result is None or result.ok:
                 shutil.rmtree(bundle, ignore_errors=True)
 
@@ -256,8 +266,9 @@ def _publish_folder(
     """Publish what lies in a folder; a card is written only once the Hub would take it."""
     others = left_out(given)
     if others:
-        on_note(f"not sent, being no file of a model: {', '.join(others)}")
+        on_note(f"these are not files of a model and are not sent: {', '.join(others)}")
     card = given / CARD
+    # A card that a person wrote is never replaced.
     text = _read_card(card, config, on_note) if card.is_file() else None
     fresh = checked_card(info, repo_id=target.repo_id) if text is None else None
     if dry_run:
@@ -278,8 +289,10 @@ def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]
         text = card.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.of(
-            card, f"cannot be read: {error}.", "Write it anew, as UTF-8."
+            card, f"cannot be read: {error}.", "Write it again, as UTF-8."
         ) from None
+    # The metadata at the top, which ends at the second line of dashes; in the text below, a
+    # licence may be named for other reasons.
     head = text.split("\n---", 1)[0]
     asked = (config.license, config.base_model, *config.tags)
     lacks = [value for value in asked if value is not None and value not in head]

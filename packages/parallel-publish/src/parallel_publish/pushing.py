@@ -113,15 +113,19 @@ class CheckpointPusher:
             folder = StepFolder(resolve_checkpoint(path))
             job = _Job(read_manifest(folder).step, folder.path, _pin(folder))
         except (ConfigError, OSError) as error:
+            # A checkpoint that cannot be read is a failed push: the training goes on.
             self._end(Push(step=-1, path=Path(path), error=str(error)))
             return
         with self._changed:
             self._waiting.append(job)
+            # The oldest one goes: a resume wants the newest.
             late = self._waiting.popleft() if len(self._waiting) > self._max_waiting else None
             self._changed.notify()
         if late is not None:
             self._leave_out(late, "left out, since newer ones are waiting and the Hub is slow")
         if self._thread is None:
+            # A daemon, started by the first push: a run that pushes nothing has no thread, and a
+            # Hub that hangs does not keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="hub-push", daemon=True)
             self._thread.start()
 
@@ -157,6 +161,8 @@ class CheckpointPusher:
             began = time.monotonic()
             try:
                 url = _push(StepFolder(job.pinned or job.original), self._target, self._on_note)
+            # Any error: the thread must live for the next checkpoint, and the training must not
+            # notice.
             except Exception as error:
                 push = Push(step=job.step, path=job.original, error=str(error))
             else:
@@ -169,6 +175,8 @@ class CheckpointPusher:
         """The next job, once there is one; None when the pusher is closed and nothing waits."""
         with self._changed:
             self._current = None
+            # Jobs that wait are still pushed after `close` has begun; `_stop` takes them away when
+            # time is over.
             self._changed.wait_for(lambda: self._waiting or self._closed)
             self._current = self._waiting.popleft() if self._waiting else None
             return self._current
@@ -185,6 +193,7 @@ class CheckpointPusher:
         if push.error and push.path.exists():  # else retention has deleted it
             push = replace(push, retry=push_command(push.path, self._target))
         with self._changed:
+            # The other side has reported it already.
             if of is not None and of is not self._current:
                 return
             self._current = None if of is not None else self._current
@@ -202,6 +211,8 @@ def _push(
 ) -> str:
     manifest = read_manifest(folder)
     prefix = f"{CHECKPOINTS}/{step_name(manifest.step)}/"
+    # Sizes alone: checksums would read the whole checkpoint once more beside the training, and a
+    # fetch compares them all.
     problems = list(file_problems(folder, manifest.files, "fast"))
     if problems:
         raise DamagedCheckpoint(problems, source=str(folder.path))
@@ -223,6 +234,7 @@ def _shared(folder: StepFolder, manifest: Manifest) -> Mapping[str, Path | bytes
         content = shareable_bytes(folder.path / record.path)
         files[record.path] = folder.path / record.path if content is None else content
         if content is not None:
+            # The manifest must list what is sent, or a fetch would call the checkpoint damaged.
             record = replace(record, size_bytes=len(content), checksum=hash_bytes(content))
         records.append(record)
     text = replace(manifest, files=tuple(records)).to_json()

@@ -40,6 +40,7 @@ class RetryPolicy:
 
     def wait_s(self, attempt: int, asked_s: float | None) -> float:
         """Seconds to wait after the failed attempt of this number, counted from 1."""
+        # The random factor keeps runs that failed together from returning together.
         wait = self.base_s * 2.0 ** (attempt - 1) * random.uniform(0.8, 1.2)
         return float(min(max(wait, asked_s or 0.0), self.max_wait_s))
 
@@ -71,6 +72,7 @@ def retried(
             if stop():
                 raise Stopped from error
             wait = policy.wait_s(attempt, retry_after_s(error))
+            # The last error says more than a time limit that was exceeded while waiting.
             if time.monotonic() + wait > deadline:
                 raise
             on_note(
@@ -107,13 +109,16 @@ def within(act: Callable[[], T], left_s: float, limit_s: float, stop: Stop = nev
         except Exception as error:
             errors.append(error)
 
+    # A daemon: a request without an answer must not keep the process from ending.
     thread = threading.Thread(target=run, name="hub-request", daemon=True)
     thread.start()
     deadline = time.monotonic() + left_s
     while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        # The wait is short, because `stop` is asked, and not signalled.
         thread.join(min(left, POLL_S))
         if thread.is_alive() and stop():
             raise Stopped
+    # An answer that came just at the deadline counts.
     if errors:
         raise errors[0]
     if not results:
@@ -123,6 +128,7 @@ def within(act: Callable[[], T], left_s: float, limit_s: float, stop: Stop = nev
 
 def is_transient(error: BaseException) -> bool:
     """Whether trying again may help: the network, or an answer that says so."""
+    # An answer decides alone, even if a broken connection stands behind it.
     status = status_of(error)
     if status is not None:
         return status in RETRIED_STATUS
@@ -148,6 +154,7 @@ def retry_after_s(error: BaseException) -> float | None:
         if headers is None:
             continue
         try:
+            # The header may also be a date; then our own back-off counts.
             return float(headers.get("Retry-After"))
         except (TypeError, ValueError):
             return None
@@ -156,11 +163,13 @@ def retry_after_s(error: BaseException) -> float | None:
 
 def _is_network(error: BaseException) -> bool:
     """The client's transport errors, by name: its HTTP library changes between versions."""
+    # Connection errors of the client do not derive from those of Python.
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, ConnectionError) or "TransportError" in names
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
+    # Chains of causes can be circles.
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -21,6 +21,7 @@ from parallel_publish.target import Target
 
 def bundle_folder(root: Path, step: int, target: Target) -> Path:
     """Where the model of a step waits for a repository: a further try takes its place."""
+    # Quoted, because the name of a branch may hold slashes.
     branch = "" if target.revision == "main" else f"@{quote(target.revision, safe='')}"
     return root / f"publish-{step_name(step)}-{target.repo_id.replace('/', '--')}{branch}"
 
@@ -28,6 +29,7 @@ def bundle_folder(root: Path, step: int, target: Target) -> Path:
 def check_disk(folder: Path, needed_bytes: int, what: str = "the files to publish") -> None:
     """Raise PublishError unless the disk of `folder` has room for what will be written there."""
     parent = folder.absolute()
+    # The folder may not exist yet; the nearest one that does is on the same disk.
     while not parent.exists():
         parent = parent.parent
     free = shutil.disk_usage(parent).free
@@ -50,9 +52,11 @@ def empty_folder(root: Path, folder: Path | None) -> Iterator[Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         if folder is None:
+            # Below the root and not in /tmp: weights can only be linked on the same disk.
             folder = Path(tempfile.mkdtemp(prefix=".publish-", dir=root))
         else:
             folder.mkdir(exist_ok=True)
+            # The lock comes first: until it is held, another process may be sending these files.
             descriptor = _locked(folder)
             for entry in folder.iterdir():
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -65,6 +69,7 @@ def empty_folder(root: Path, folder: Path | None) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        # Closing releases the lock. The system does that too if this process is killed.
         if descriptor is not None:
             os.close(descriptor)
 
@@ -94,6 +99,7 @@ def command_for(folder: Path, target: Target, options: Sequence[str] = ()) -> st
 
 def card_options(config: PublishConfig) -> Iterator[str]:
     """Flags of `ptrain publish` that the card is made from."""
+    # Where no bundle was built there is no card, so the command must repeat what the card needs.
     for name in ("license", "base_model"):
         value = getattr(config, name)
         if value is not None:

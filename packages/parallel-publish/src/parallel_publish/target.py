@@ -33,6 +33,7 @@ class Target:
         return cls(
             repo_id=config.repo_id,
             revision=config.revision or "main",
+            # False does not ask for a public repository: the setting of the account decides then.
             private=config.private or None,
             token=token,
             retry=RetryPolicy(timeout_s=config.timeout_s),

@@ -40,6 +40,7 @@ class HubServer(HubState):
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> HubServer:
+        # Port 0: the system picks a free one, so suites run side by side.
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         # The end waits for the threads of all connections, or the leak check would find them.
         self._server.daemon_threads = False
@@ -64,6 +65,7 @@ class HubServer(HubState):
             "HF_TOKEN": self.token,
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            # A proxy of the machine cannot reach a server on loopback.
             "NO_PROXY": "127.0.0.1",
         }
 
@@ -72,6 +74,7 @@ def _handler(hub: HubState) -> type[BaseHTTPRequestHandler]:
     """The request handler of one server."""
 
     class Handler(BaseHTTPRequestHandler):
+        # The client keeps its connections open, as with the real Hub; HTTP/1.0 would close each.
         protocol_version = "HTTP/1.1"
         server_version = "LocalHub/1"
         timeout: ClassVar[float] = 0.5  # idle connections are let go, so that the server can end
@@ -108,6 +111,8 @@ def _handler(hub: HubState) -> type[BaseHTTPRequestHandler]:
         do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
         def _body(self) -> bytes:
+            # A client that streams a body need not know its length; the base class does not decode
+            # chunks.
             if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
                 return self.rfile.read(int(self.headers.get("Content-Length") or 0))
             chunks = []
@@ -124,6 +129,7 @@ def _handler(hub: HubState) -> type[BaseHTTPRequestHandler]:
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(reply.body)))
                 self.end_headers()
+                # The client asks by HEAD for size and ETag before it downloads.
                 if self.command != "HEAD":
                     self.wfile.write(reply.body)
             except OSError:

@@ -29,10 +29,12 @@ library deprecates."""
 
 @pytest.fixture(name="hub")
 def local_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A running Hub with a cache of its own; child processes learn of it by the environment."""
+    """A running Hub with a cache of its own; child processes find it through the environment."""
     from huggingface_hub import close_session, constants
 
     for name in QUIET:
+        # The client may have been imported before QUIET was set. Not every version has each of
+        # these names.
         monkeypatch.setattr(constants, name, True, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     with HubServer() as server:
@@ -42,7 +44,9 @@ def local_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubSe
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         for name, value in {**QUIET, **server.environment}.items():
             monkeypatch.setenv(name, value)
+        # Otherwise a child process finds the login of the person who runs the tests.
         monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         yield server
+        # The end of the server waits for open connections, and the client keeps some.
         close_session()

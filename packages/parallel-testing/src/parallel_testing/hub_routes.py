@@ -41,6 +41,7 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
+        # The client chooses the class of its exception by X-Error-Code, not by the status alone.
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.reply = Reply(json.dumps({"error": message}).encode(), status, headers)
 
@@ -66,6 +67,8 @@ class Call:
         repo_id = self.parts["repo"]
         repo = self.hub.repos.get(repo_id)
         allowed = self.user is not None and _owns(self.user, repo_id.partition("/")[0])
+        # A private repository looks like a missing one to a stranger, and without a token both are
+        # 401.
         if repo is None or (repo.private and not allowed):
             raise Refused(404 if self.user else 401, "Repository not found", "RepoNotFound")
         if write and not (allowed and self.user and self.user.can_write):
@@ -103,12 +106,14 @@ def create_repo(call: Call) -> Reply:
     document = call.json
     if call.user is None:
         raise Refused(401, "Invalid username or password.")
+    # The client sends the namespace apart from the name.
     namespace = document.get("organization") or call.user.name
     repo_id = f"{namespace}/{document['name']}"
     if not (_owns(call.user, namespace) and call.user.can_write):
         raise Refused(403, f"You don't have the rights to create a model under {namespace}")
     url = f"{call.hub.endpoint}/{repo_id}"
     if repo_id in call.hub.repos:
+        # With exist_ok the client takes this 409 for success.
         return _reply({"error": "You already created this model repo", "url": url}, 409)
     private = document.get("visibility") == "private" or bool(document.get("private"))
     call.hub.create(repo_id, private=private)
@@ -160,6 +165,8 @@ def preupload(call: Call) -> Reply:
     for file in call.json["files"]:
         path, size = file["path"], file["size"]
         old = files.get(path)
+        # The client leaves a file out of the commit if its own hash is this one. So a commit whose
+        # answer was lost is not made twice.
         oid = None if old is None else (old.sha256 if old.is_lfs else old.oid)
         mode = "lfs" if is_large(path, size) else "regular"
         answers.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
@@ -172,6 +179,7 @@ def lfs_batch(call: Call) -> Reply:
     for wanted in call.json["objects"]:
         oid = wanted["oid"]
         answer: Json = {"oid": oid, "size": wanted["size"]}
+        # Without actions the client does not send the object: it is here already.
         if oid not in call.hub.objects:
             href = f"{call.hub.endpoint}/lfs/{oid}"
             answer["actions"] = {"upload": {"href": href}, "verify": {"href": f"{href}/verify"}}
@@ -180,6 +188,8 @@ def lfs_batch(call: Call) -> Reply:
 
 
 def lfs_put(call: Call) -> Reply:
+    # No user is checked: the client sends no token to this address, which stands for a signed one
+    # of the real store.
     blob = Blob(call.body, True)
     if blob.sha256 != call.parts["oid"]:
         raise Refused(400, "content differs from its oid")
@@ -248,6 +258,7 @@ def tag(call: Call) -> Reply:
 def resolve(call: Call) -> Reply:
     commit = call.commit()
     blob = commit.files.get(call.parts["path"])
+    # The client refuses an answer without it: its cache has one folder for each commit.
     headers = {"X-Repo-Commit": commit.sha}
     if blob is None:
         refused = Refused(404, "Entry not found", "EntryNotFound").reply
@@ -255,7 +266,9 @@ def resolve(call: Call) -> Reply:
     etag = blob.sha256 if blob.is_lfs else git_oid(blob.data)
     headers |= {"ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
     if blob.is_lfs:
+        # The real Hub redirects to a store; these tell the object's size and name before that.
         headers |= {"X-Linked-Size": str(len(blob.data)), "X-Linked-Etag": f'"{etag}"'}
+    # A download that broke off goes on at the byte where it stopped.
     wanted = re.fullmatch(r"bytes=(\d+)-", call.headers.get("Range") or "")
     if wanted is None:
         return Reply(blob.data, 200, headers)
@@ -266,6 +279,7 @@ def resolve(call: Call) -> Reply:
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
 _API = rf"/api/models/{_REPO}"
+# The client quotes a revision, so that a branch with slashes is one part of the path.
 _REV = r"(?P<rev>[^/]+)"
 ROUTES: list[tuple[str, str, Callable[[Call], Reply]]] = [
     ("GET", r"/api/whoami-v2", whoami),
@@ -290,6 +304,7 @@ def answer(hub: HubState, method: str, path: str, headers: Headers, body: bytes)
     """The reply to one request; `path` is without the query."""
     for verb, pattern, act in ROUTES:
         match = re.fullmatch(pattern, path)
+        # HEAD is answered like GET; the server leaves the body out.
         if match is None or verb != ("GET" if method == "HEAD" else method):
             continue
         parts = {key: unquote(value) for key, value in match.groupdict().items() if value}
@@ -299,6 +314,7 @@ def answer(hub: HubState, method: str, path: str, headers: Headers, body: bytes)
                 return act(call)
         except Refused as refused:
             return refused.reply
+    # The text shows which route a newer client expects.
     return Refused(404, f"no such address: {method} {path}").reply
 
 

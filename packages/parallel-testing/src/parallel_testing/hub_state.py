@@ -61,6 +61,7 @@ class Repo:
 
     def commit(self, message: str, files: dict[str, Blob], branch: str = "main") -> Commit:
         """Add a commit and move the branch to it."""
+        # With the time, equal commits of two repositories differ, as those of git do.
         seed = f"{len(self.history)}{message}{time.time_ns()}".encode()
         made = Commit(hashlib.sha1(seed).hexdigest(), message, files)
         self.commits[made.sha] = made
@@ -128,6 +129,7 @@ class HubState:
         """An empty repository."""
         with self.lock:
             repo = self.repos[repo_id] = Repo(private)
+            # As on the Hub: main exists at once, so the first upload has a parent too.
             repo.commit("initial commit", {})
             return repo
 
@@ -140,6 +142,7 @@ class HubState:
     def commits(self, repo_id: str) -> list[str]:
         """Messages of all commits but the first, oldest first."""
         repo = self.repos[repo_id]
+        # The first is the empty one of `create`.
         return [repo.commits[sha].message for sha in repo.history[1:]]
 
     def requests_to(self, pattern: str, method: str = "") -> list[Request]:
@@ -163,6 +166,7 @@ class HubState:
 
 def git_oid(data: bytes) -> str:
     """Name that git gives to a file of this content."""
+    # The client compares its own files with this hash before it sends them.
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

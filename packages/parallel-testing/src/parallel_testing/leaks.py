@@ -1,4 +1,4 @@
-"""A test that leaves something behind fails: variables, threads, processes, a process group.
+"""Fails each test that leaves a variable, a thread, a process or a process group behind.
 
 A suite enables it in its conftest.py:
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 GRACE_S = 3.0
-"""What is on its way out when a test returns may take this long."""
+"""How long threads and processes that end by themselves may take after the test returns."""
 _CACHES = frozenset(
     {
         "PYTEST_CURRENT_TEST",
@@ -38,7 +38,7 @@ _SERVICES = ("TMonitor", "InductorSubproc")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a test could leave behind, at one moment."""
+    """Everything that a test could leave behind, as it is at one moment."""
 
     variables: dict[str, str] = field(repr=False)
     threads: frozenset[int]
@@ -56,7 +56,8 @@ class Surroundings:
         )
 
     def leaked_since(self, before: Surroundings) -> list[str]:
-        """A line for everything that is here and was not before, or the other way round."""
+        """One line for each new thread, process or group, and for each variable that differs."""
+        # Threads and processes that ended are not a leak. A variable that vanished is one.
         lines = [f"thread {_threads().get(i, i)!r}" for i in self.threads - before.threads]
         lines += [f"process {_command(pid)}" for pid in self.processes - before.processes]
         names = self.variables.keys() | before.variables.keys()
@@ -72,7 +73,7 @@ class Surroundings:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail the test when it leaves behind what was not there before."""
+    """Fail a test that leaves something behind that was not there before it."""
     before = Surroundings.now()
     yield
     leaks = _settled(before)
@@ -99,10 +100,13 @@ def _children() -> set[int]:
     """Running children of this process, except those that multiprocessing keeps for itself."""
     multiprocessing.active_children()  # reaps the ones that ended
     kept = {
+        # These two live as long as the test process, for all of its tests. Their names are
+        # private, hence the defaults.
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
     }
     found: set[int] = set()
+    # Linux lists children by the thread that started them; a thread may end while it is read.
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found.update(int(pid) for pid in path.read_text().split())
@@ -110,11 +114,13 @@ def _children() -> set[int]:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there and no zombie.
+    """Whether the process exists and is not a zombie.
 
-    Its command line does not tell: it is empty for a moment while a new program is loaded.
+    The command line does not show that: it is empty for a moment while a new program is loaded.
     """
     try:
+        # The name of the program may hold spaces and brackets, so the state is what follows the
+        # last one.
         state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except OSError:
         return False
@@ -131,5 +137,6 @@ def _command(pid: int) -> str:
 
 
 def _has_group() -> bool:
+    # Not imported here: a suite without torch must not pay for it.
     distributed = sys.modules.get("torch.distributed")
     return bool(distributed and distributed.is_available() and distributed.is_initialized())

@@ -1,4 +1,4 @@
-"""Tiny models with the peculiarities that sharding and checkpoints must survive."""
+"""Tiny models with the unusual properties that sharding and checkpoints must handle."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class TinyModel(nn.Module):
         None draws them from the global generator, which is what building on meta needs.
         """
         super().__init__()
+        # Without devices: the weights are drawn on the CPU, and CUDA is not initialised for it.
         with torch.random.fork_rng(devices=[], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -56,9 +57,10 @@ class TinyModel(nn.Module):
 
 
 class OddModel(TinyModel):
-    """TinyModel with everything unusual at once, or what the flags leave of it.
+    """TinyModel with many unusual properties; each flag can switch one of them off.
 
-    Always there: parameters of shapes (5,), (1,) and (3, 7), which no world size divides evenly.
+    It always has parameters of shapes (5,), (1,) and (3, 7). Two or four ranks cannot divide their
+    first dimensions evenly.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class OddModel(TinyModel):
         unused: bool = True,
         seed: int | None = 0,
     ) -> None:
-        """Each flag adds one peculiarity, see the comments."""
+        """Each flag adds one unusual property; the comments describe it."""
         super().__init__(in_features=4, out_features=4, width=8, seed=seed)
         with torch.random.fork_rng(devices=[], enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed + 1)
+            # Uneven shapes: a shard of them is padded, or empty, on some ranks.
             self.five = nn.Parameter(torch.randn(5))
             self.one = nn.Parameter(torch.randn(1))
             self.three_by_seven = nn.Parameter(torch.randn(3, 7))
@@ -83,10 +86,14 @@ class OddModel(TinyModel):
             self.unused = nn.Linear(3, 5) if unused else None  # never gets a gradient
             self.second_head = nn.Linear(8, 4)
         if tied:
+            # One tensor under two names, which a checkpoint must store once and give back to both.
             self.second_head.weight = self.head.weight
         if frozen:
+            # Parameters without a gradient and without optimizer state.
             self.embed.requires_grad_(False)
         if buffers:
+            # One buffer is saved and must keep its integer dtype. The other is not saved: its
+            # values come from the constructor, even where parameters are built on meta.
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
             self.register_buffer("scale", torch.linspace(1, 2, 8), persistent=False)
         self._has_buffers = buffers
@@ -98,6 +105,7 @@ class OddModel(TinyModel):
             hidden = block(hidden)
         if self._has_buffers:
             hidden = hidden * self.scale
+        # Every parameter takes part in the loss, except `unused`.
         extra = self.five.sum() + self.one.sum() + self.three_by_seven.sum()
         if self.scalar is not None:
             extra = extra * self.scalar

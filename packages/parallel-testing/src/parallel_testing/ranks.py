@@ -34,6 +34,7 @@ from typing import Any, Generic, TypeVar, cast
 T = TypeVar("T")
 
 GLOO_TIMEOUT_S = 30.0
+"""gloo finds a rank that does not join a collective only by this deadline, and not before."""
 _preloaded = ["torch", "torch.distributed", "accelerate", "parallel_testing.ranks"]
 
 
@@ -113,7 +114,10 @@ def rank_outcomes(
         processes = []
         for rank in range(world_size):
             variables = {**_environment(rank, world_size, port, device), **(env or {})}
+            # The function goes by name and file: the rank cannot import a test file, so it could
+            # not unpickle the function itself.
             spec = (_source(fn), fn.__qualname__, args, variables, init, str(folder))
+            # Not a daemon: a daemonic process may not have children, but a rank may start loaders.
             process = context.Process(target=_child, args=(rank, pickle.dumps(spec)), daemon=False)
             process.start()
             processes.append(process)
@@ -129,6 +133,8 @@ def free_port() -> int:
 
 
 def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str, str]:
+    # Hidden, since torch and accelerate take a GPU where they see one, and results would differ
+    # between machines.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PARALLEL_DEVICE": "cpu"} if device == "cpu" else {}
     return hidden | {
         "RANK": str(rank),
@@ -153,6 +159,7 @@ def _watch(processes: Sequence[BaseProcess], timeout_s: float) -> None:
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     hung = [process for process in processes if process.is_alive()]
+    # All of them first, then the kill: the stacks show the same moment.
     for process in hung:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid or 0, signal.SIGUSR2)
@@ -169,6 +176,8 @@ def _outcome(folder: Path, rank: int, process: BaseProcess) -> RankOutcome[T]:
     report = folder / f"result-{rank}"
     if report.exists():
         result, error, error_type = pickle.loads(report.read_bytes())
+        # A rank that was asked for its stack may still write a report before the kill; it hung
+        # anyway.
         return RankOutcome(rank, None if hung else process.exitcode, result, error, error_type)
     text = stacks.read_text() if hung else ""
     return RankOutcome(
@@ -184,6 +193,7 @@ def _describe(outcome: RankOutcome[T]) -> str:
 def _child(rank: int, pickled: bytes) -> None:
     """In the rank: run the function, leave the result in a file, end without a hung teardown."""
     source, qualname, args, variables, init, folder = pickle.loads(pickled)
+    # Before torch.distributed and our packages read them: the forkserver started without.
     os.environ.update(variables)
     with open(Path(folder) / f"stacks-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
@@ -192,6 +202,7 @@ def _child(rank: int, pickled: bytes) -> None:
         temporary = Path(folder) / f"result-{rank}.tmp"
         temporary.write_bytes(pickle.dumps(report))
         os.replace(temporary, Path(folder) / f"result-{rank}")
+        # os._exit does not flush.
         sys.stdout.flush()
         sys.stderr.flush()
         # A gloo thread that still owns a tensor aborts an ordinary exit.
@@ -218,6 +229,8 @@ def _run(
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
         return (None, "" if code == 0 else f"SystemExit({error.code!r})", "SystemExit"), code
+    # KeyboardInterrupt included: it must reach the report, for the process ends without a
+    # traceback.
     except BaseException as error:
         return (None, traceback.format_exc(), type(error).__name__), 1
 

@@ -1,6 +1,6 @@
-"""One of our packages installed alone, from its wheel, as a user has it.
+"""Installs one of our packages alone, from its wheel, as a user does.
 
-An import which the package does not declare fails there.
+There an import fails if the package does not declare the dependency.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ print(*sorted({d.name.lower().replace("_", "-") for d in distributions()}))
 
 
 def run(*words: object, cwd: Path, code: int = 0, timeout_s: float = 300, **variables: str) -> str:
-    """Output of a command that ends with `code` within its deadline; stderr only of a failure."""
+    """Run a command and return its output, with stderr only if `code` is not 0.
+
+    The command must end with `code` within `timeout_s` seconds.
+    """
+    # PYTHONPATH would let the sources be found in place of the wheels, and launch variables would
+    # make the command wait for other ranks.
     kept = {k: v for k, v in os.environ.items() if k not in LAUNCH and k != "PYTHONPATH"}
     done = subprocess.run(
         list(map(str, words)),
@@ -39,14 +44,16 @@ def run(*words: object, cwd: Path, code: int = 0, timeout_s: float = 300, **vari
 
 
 def install(package: str, folder: Path, *, root: Path) -> Path:
-    """Interpreter of a new environment that holds `package` and what it declares, as locked.
+    """Make an environment with `package` and its locked dependencies; returns its interpreter.
 
-    `root` is the repository's folder.
+    `root` is the folder of the repository.
     """
+    # A contributor may have uv in .uv alone (CONTRIBUTING.md).
     uv = shutil.which("uv") or str(root / ".uv/bin/uv")
     wheels, python = folder / "wheels", folder / "venv/bin/python"
     run(uv, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=root)
     run(
+        # Without the workspace: our own packages come from the wheels that were just built.
         uv, "export", "--quiet", "--locked", "--package", package, "--no-hashes",
         "--no-emit-workspace", "--no-annotate", "--output-file", folder / "lock.txt",
         cwd=root,
@@ -57,15 +64,17 @@ def install(package: str, folder: Path, *, root: Path) -> Path:
         "--constraint", folder / "lock.txt", package,
         cwd=folder, timeout_s=600,
     )  # fmt: skip
+    # A resolver of the workspace ignores the version bounds between our own packages; this does
+    # not.
     run(uv, "pip", "check", "--quiet", "--python", python, cwd=folder)
     return python
 
 
 def installed_names(python: Path, cwd: Path) -> set[str]:
-    """Distributions of an environment."""
+    """Names of the distributions in an environment."""
     return set(run(python, "-c", NAMES, cwd=cwd).split())
 
 
 def ours(names: set[str]) -> set[str]:
-    """Those of this repository."""
+    """The names that belong to this repository."""
     return {name for name in names if name.startswith("parallel-")}
