@@ -54,3 +54,38 @@ def test_the_datasets_metadata_and_a_checkpoints_config_are_read_once(tmp_path):
         assert [n for path, n in counts.items() if path.endswith("meta/stats.json")] == [1]
     config = "000001/pretrained_model/train_config.json parsed"
     assert [n for path, n in resumed.items() if path.endswith(config)] == [1]
+
+
+# Replaced before any other module imports the function by its name.
+LAUNCH_SCRIPT = """
+import json, sys
+from collections import Counter
+from parallel_config import environment
+
+counts = Counter()
+def counted(name, function):
+    def call(*args):
+        counts[name] += 1
+        return function(*args)
+    return call
+environment.check_environment = counted("environment", environment.check_environment)
+environment.LaunchFacts.read = counted("launch", environment.LaunchFacts.read)
+
+from parallel_train.cli.app import run
+assert run(json.loads(sys.argv[1])) == 0
+print(json.dumps(counts), file=sys.stderr)
+"""
+
+
+def test_a_run_checks_its_environment_once_and_reads_its_launch_where_it_connects(tmp_path):
+    """ptrain reads the launch once more, before torch is there: is this process a rank?"""
+    words = ["train", *SMALL.split(), "--steps", "1", "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH_SCRIPT, json.dumps(words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stderr.splitlines()[-1]) == {"environment": 1, "launch": 2}

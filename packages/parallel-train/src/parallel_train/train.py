@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from parallel_ckpt import CheckpointSaver, StepFolder, read_start
 from parallel_ckpt import Start as Opened
-from parallel_config.environment import check_environment
+from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import Engine, any_rank, connect, from_main, together
 from parallel_train.config import SCHEMA
 from parallel_train.data.metadata import Metadata, read_metadata
@@ -51,15 +51,19 @@ class Outcome:
     """What is left to do once the ranks have parted: its `finish`. None: nothing is published."""
 
 
-def train(job: Job, stop: StopRequest) -> Outcome:
+def train(job: Job, stop: StopRequest, facts: LaunchFacts | None = None) -> Outcome:
     """Collective: every rank. Train from the job's start to its last step, or to a request to stop.
+
+    `facts` are what `connect` returned, where the caller has called `check_environment` and
+    `connect` already. None does both here.
 
     Raises:
         ConfigError: wrong input or a damaged checkpoint, the same on every rank.
     """
-    check_environment()
+    if facts is None:
+        check_environment()
+        facts = connect()
     job = under_environment(job)
-    facts = connect()
     decided = decide_job(job, world_size=facts.world_size)
     config = decided.config
     from_main(lambda: check_tracking(config.logging))
@@ -78,7 +82,7 @@ def train(job: Job, stop: StopRequest) -> Outcome:
         config, decided.files, decided.topology, is_main=facts.is_main, metadata=metadata
     )
     publisher.check()
-    loop, notes = _make_ready(job, decided, opened, publisher, metadata)
+    loop, notes = _make_ready(job, decided, opened, publisher, metadata, facts)
     done = _carry_out(loop, notes, decided, opened, publisher, stop)
     return Outcome(
         files=decided.files,
@@ -94,11 +98,12 @@ def _make_ready(
     opened: Opened | None,
     publisher: RunPublisher,
     metadata: Callable[[], Metadata],
+    facts: LaunchFacts,
 ) -> tuple[Loop, list[str]]:
     """Collective: every rank. Build, prepare and fill; what is to run, and lines for the log."""
     config, files = decided.config, decided.files
     step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
-    engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator)
+    engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator, facts=facts)
     task = together(
         lambda: build_task(
             config,

@@ -130,8 +130,8 @@ def _train(
 
     try:
         seconds = argv_flags.seconds("timeout_s", parsed.command.launch.timeout_s)
-        connect(timeout=timedelta(seconds=seconds))
-        return _finish(train(job(parsed), stop), facts, stop)
+        connected = connect(timeout=timedelta(seconds=seconds))
+        return _finish(train(job(parsed), stop, connected), facts, stop)
     except ReportedError as error:
         # Agreed errors are the main rank's to print; any other is this rank's own.
         if facts.is_main or not is_agreed(error):
