@@ -10,7 +10,6 @@ global batch is 32 in both files, for any number of ranks.
 """
 
 import argparse
-import itertools
 
 import torch
 from torch import nn
@@ -75,8 +74,7 @@ def main():
     model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
     if engine.is_main:
         print(f"on {engine.topology.describe()}")
-    windows = itertools.islice(engine.accumulate(loader), 24)
-    for step, window in enumerate(windows, 1):
+    for step, window in enumerate(engine.accumulate(loader, epochs=3), 1):
         report = engine.step(model, optimizer, scheduler, window, mean_square, clip_norm=1.0)
         if engine.is_main:
             print(f"step {step:2d}  loss {report.loss:.6f}")

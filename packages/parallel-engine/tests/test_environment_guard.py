@@ -203,7 +203,7 @@ def where_the_environment_wins():
     assert dict(os.environ) == before
     assert given == AcceleratorConfig()
     state = engine.accelerator.state
-    window = next(engine.accumulate([torch.ones(1)]))
+    window = next(engine.accumulate([torch.ones(1)], epochs=None))
     policy = state.fsdp_plugin.mixed_precision_policy
     return (
         len(window),

@@ -81,7 +81,7 @@ def rows_read(degrees):
     optimizer = torch.optim.SGD(model.parameters())
     data = torch.arange(20)
     _, _, _, loader = engine.prepare(model, optimizer, None, DataLoader(data, 2))
-    windows = engine.accumulate(loader)
+    windows = engine.accumulate(loader, epochs=None)
     stream = prepare_loader(DataLoader(Stream(), 2), engine.accelerator, CPU)
     whole = [[b.tolist() for b in next(windows)] for _ in range(4)]
     return whole, [b.tolist() for b in stream]

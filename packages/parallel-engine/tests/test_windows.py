@@ -240,12 +240,12 @@ def test_every_pass_over_a_loader_has_its_number():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     *_, prepared_own = engine.prepare(model, optimizer, None, own)
-    take(engine.accumulate(prepared_own), 5)
-    take(engine.accumulate(prepared_own, first_epoch=7), 3)
+    take(engine.accumulate(prepared_own, epochs=None), 5)
+    take(engine.accumulate(prepared_own, epochs=None, first_epoch=7), 3)
     assert own.seen == [0, 1, 2, 7, 8]
     engine = Engine(device="cpu")
     *_, prepared_loader = engine.prepare(model, optimizer, None, loader)
-    take(engine.accumulate(prepared_loader), 5)
+    take(engine.accumulate(prepared_loader, epochs=None), 5)
     assert sampler.seen == [0, 1, 2]
     assert len(prepared_loader.dataset) == 2
 
@@ -254,7 +254,7 @@ def test_a_loader_that_runs_once_is_told_from_an_empty_one():
     engine = Engine(device="cpu")
     with pytest.raises(ConfigError, match="yields no batch on this rank"):
         next(engine.accumulate([]))
-    windows = engine.accumulate(torch.ones(1) for _ in range(2))
+    windows = engine.accumulate((torch.ones(1) for _ in range(2)), epochs=None)
     take(windows, 2)
     with pytest.raises(ConfigError, match="as a generator does, which runs once"):
         next(windows)

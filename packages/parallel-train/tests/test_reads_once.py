@@ -78,7 +78,7 @@ print(json.dumps(counts), file=sys.stderr)
 
 
 def test_a_run_checks_its_environment_once_and_reads_its_launch_where_it_connects(tmp_path):
-    """ptrain reads the launch once more, before torch is there: is this process a rank?"""
+    """The second time is before torch is there: is this process a rank of a launch?"""
     words = ["train", *SMALL.split(), "--steps", "1", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(
         [sys.executable, "-c", LAUNCH_SCRIPT, json.dumps(words)],

@@ -2,8 +2,9 @@
 
 engine = Engine(parallelism=ParallelismConfig(dp_shard=-1), accelerator=AcceleratorConfig())
 model, optimizer, scheduler, loader = engine.prepare(model, optimizer, scheduler, loader)
-for micro_batches in engine.accumulate(loader):
-    report = engine.step(model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=1.0)
+for epoch in range(3):
+    for micro_batches in engine.accumulate(loader):  # ends with the loader, on all ranks alike
+        report = engine.step(model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=1.0)
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch.optim import Optimizer
 
 from parallel_config import (
     AcceleratorConfig,
+    ConfigError,
     ParallelismConfig,
+    Problem,
     Topology,
     with_environment,
 )
@@ -38,7 +41,7 @@ from parallel_engine.agreement import agree, any_rank, from_main, together
 from parallel_engine.determinism import apply_determinism, fix_buckets
 from parallel_engine.entry_points import prepare_entry_points
 from parallel_engine.failures import Failures
-from parallel_engine.loaders import prepare_loader, windows
+from parallel_engine.loaders import prepare_loader
 from parallel_engine.loss import LossFn
 from parallel_engine.materialize import (
     Fill,
@@ -57,6 +60,7 @@ from parallel_engine.types import Batch, OptimizerFactory, Scheduler, SchedulerF
 from parallel_engine.unit_order import UnitOrder
 from parallel_engine.unit_transforms import checkpoint_units, compile_units
 from parallel_engine.update import StepReport, Update
+from parallel_engine.windows import Passes, Windows
 from parallel_engine.wrapping import (
     log_units,
     only_with_size,
@@ -112,6 +116,7 @@ class Engine:
         self._nonfinite = NonFinite(on_nonfinite)
         self.metric_names = MetricNames()
         """Of every metric that any rank has given."""
+        self._passes = Passes()
         apply_determinism(self.config)
         # A name that was never used before: what an earlier engine's ranks wrote is not read.
         name = from_main(lambda: uuid.uuid4().hex)
@@ -266,21 +271,46 @@ class Engine:
         return plan(model_factory, self._parallelism, self.config, ranks, batch_size=batch_size)
 
     def accumulate(
-        self, loader: Iterable[Batch], *, first_epoch: int = 0
+        self,
+        loader: Iterable[Batch],
+        *,
+        epochs: int | None = 1,
+        first_epoch: int | None = None,
     ) -> Iterator[Sequence[Batch]]:
-        """Windows of micro-batches, one per update, for as long as the caller asks.
+        """Collective: every rank. Windows of micro-batches, one for each update.
 
-        The loader is started again at its end, with `set_epoch` of itself and its samplers where
-        there is one, counted from `first_epoch`; a window runs on over that end. The loader must
-        yield a new batch each time, not the former one refilled: a window holds several. A
-        micro-batch moves to the device when it is taken out of its window. What the loader raises
-        is told to the other ranks.
+        Ends with the loader, on all ranks at the same window: that of the rank whose loader ends
+        first. Micro-batches that are left and do not fill a window are left out, which is said
+        once. With `epochs` the loader is started again that often, and a window runs on over the
+        ends in between; None goes on for ever.
+
+        Each pass has a number, which `set_epoch` of the loader and its samplers is told, where
+        there is one. None counts on from the last pass over this loader, beginning at 0.
+
+        The loader must yield a new batch each time, not the former one refilled: a window holds
+        several. A micro-batch moves to the device when it is taken out of its window. What the
+        loader raises is told to the other ranks. A loader without a length is read one window
+        ahead where there are several ranks and an end.
 
         Raises:
-            ConfigError: the loader yields nothing, or nothing any more.
+            ConfigError: a rank's loader yields nothing, or less than one window, or nothing any
+                more; or less than its length says. `epochs` is less than 1.
         """
-        steps = self.config.gradient_accumulation.steps
-        return windows(loader, steps, self.device, self._failures.told, first_epoch)
+        if epochs is not None and epochs < 1:
+            raise ConfigError(
+                Problem("epochs", f"= {epochs}, but it is at least 1.", "None goes on for ever.")
+            )
+        windows = Windows(
+            loader,
+            self.config.gradient_accumulation.steps,
+            self.device,
+            self._failures.told,
+            self._passes,
+            epochs,
+            first_epoch,
+            self.topology.world_size,
+        )
+        return iter(windows)
 
     def step(
         self,

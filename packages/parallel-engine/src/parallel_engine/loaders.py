@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
@@ -31,13 +30,6 @@ _CUT = (
 _SAMPLERS = ("batch_sampler", "sampler")
 
 
-class _End:
-    """What a loader cannot yield: None and every other value may be a batch."""
-
-
-_END = _End()
-
-
 class DeviceLoader(Generic[Batch]):
     """A loader of this rank's batches, moved to its device; otherwise as the loader within."""
 
@@ -57,11 +49,23 @@ class DeviceLoader(Generic[Batch]):
         return len(cast(Sized, self.loader))
 
 
+@dataclass
+class Ending:
+    """Whether a window is the last one, where the ranks cannot know that beforehand."""
+
+    is_mine: bool
+    """Whether this rank has no further window."""
+    is_over: bool | None = None
+    """Whether any rank has none. None until the ranks have said so in an update."""
+
+
 class Moved(Sequence[Batch]):
     """A window of micro-batches; each moves to the device when it is taken, not all at once."""
 
-    def __init__(self, batches: Sequence[Batch], device: torch.device) -> None:
-        self._batches, self.device = batches, device
+    def __init__(
+        self, batches: Sequence[Batch], device: torch.device, ending: Ending | None = None
+    ) -> None:
+        self._batches, self.device, self.ending = batches, device, ending
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -81,50 +85,6 @@ def on_device(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]
     if isinstance(batches, Moved) and batches.device == device:
         return batches
     return Moved(batches, device)
-
-
-def windows(
-    loader: Iterable[Batch],
-    steps: int,
-    device: torch.device,
-    told: Callable[[], AbstractContextManager[None]],
-    first_epoch: int,
-) -> Iterator[Sequence[Batch]]:
-    """As `Engine.accumulate`. What the loader raises is raised within `told()`.
-
-    Only the loader runs within: the caller's errors between two windows are the caller's.
-    """
-    # The loader within: a `DeviceLoader` would move a whole window before its first micro-batch.
-    host = loader.loader if isinstance(loader, DeviceLoader) else loader
-    window: list[Batch] = []
-    for epoch in itertools.count(first_epoch):
-        count = 0
-        with told():
-            set_epoch(host, epoch)
-            batches = iter(host)
-        while True:
-            with told():
-                batch = next(batches, _END)
-            if isinstance(batch, _End):
-                break
-            count += 1
-            window.append(batch)
-            if len(window) == steps:
-                yield Moved(window, device)
-                window = []
-        if not count:  # otherwise this would start the loader again forever
-            with told():
-                raise ConfigError(_yields_nothing(is_first=epoch == first_epoch))
-
-
-def _yields_nothing(*, is_first: bool) -> Problem:
-    if is_first:
-        return Problem("loader", "yields no batch on this rank.")
-    return Problem(
-        "loader",
-        "yields nothing when it is started again, as a generator does, which runs once.",
-        "Give an object whose __iter__ begins anew, such as a DataLoader.",
-    )
 
 
 def set_epoch(loader: object, epoch: int) -> None:

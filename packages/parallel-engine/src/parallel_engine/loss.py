@@ -16,7 +16,9 @@ from parallel_engine.types import Batch
 class Loss:
     """A loss as the sum over its entries and the number (or weight) of entries, both 0-dim.
 
-    A mean over masked entries does not add up over micro-batches; total and weight do.
+    A mean over masked entries does not add up over micro-batches; total and weight do. A loss that
+    is given as a plain mean counts every micro-batch alike, also where they hold different numbers
+    of rows, as the last batch of an epoch may.
     """
 
     total: Tensor

@@ -52,7 +52,7 @@ class Loop:
         step, watch = self.start_step, Stopwatch()
         if self.engine.any(stop.received is not None):
             return step  # asked while starting: there is nothing new to save
-        windows = self.engine.accumulate(self.prepared.loader)
+        windows = self.engine.accumulate(self.prepared.loader, epochs=None)
         for micro_batches in itertools.islice(windows, self.config.steps - self.start_step):
             if step == self.start_step and restore_rng is not None:
                 restore_rng()
