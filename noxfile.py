@@ -161,15 +161,13 @@ def gpu1(session: nox.Session) -> None:
 
 
 def _on_gpus(session: nox.Session, wanted: int) -> None:
+    """Missing GPUs are an error; `-- --allow-missing` skips instead. The suite itself counts them.
+
+    `-rs` names whatever was skipped: a run on one GPU cannot show every kind.
+    """
     _workspace(session)
-    count = _run(
-        session, "python", "-c", "import torch; print(torch.cuda.device_count())", silent=True
-    )
-    found = int(str(count).strip().splitlines()[-1])
-    if found < wanted:
-        session.skip(f"needs {wanted} CUDA devices, found {found}")
     env = {"PARALLEL_TEST_DEVICE": "cuda", "PARALLEL_TEST_GPUS": str(wanted)}
-    _run(session, "pytest", "-q", "tests-gpu", *session.posargs, env=env)
+    _run(session, "pytest", "-q", "-rs", "-s", "tests-gpu", *session.posargs, env=env)
 
 
 @nox.session(python="3.12")

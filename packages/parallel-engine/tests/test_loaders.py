@@ -19,7 +19,7 @@ from parallel_config import (
     ParallelismConfig,
 )
 from parallel_engine import Engine
-from parallel_engine.loaders import prepare_loader
+from parallel_engine.loaders import prepare_loader, to_device
 from parallel_testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -109,3 +109,17 @@ def test_a_plain_loader_gives_every_row_to_one_rank(world_size, degrees):
 def test_any_other_iterable_is_this_ranks_own():
     assert list(prepare_loader([{"x": torch.ones(1)}], None, CPU)) == [{"x": torch.ones(1)}]
     assert prepare_loader(None, None, CPU) is None
+
+
+def test_only_copies_towards_a_device_go_on_behind_our_back(monkeypatch):
+    """A copy from a GPU to the host that is not waited for is read before it has arrived."""
+    asked = []
+
+    def to(tensor, device, *, non_blocking):
+        asked.append((device.type, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for device in (CPU, torch.device("meta")):
+        to_device({"x": [torch.ones(2)]}, device)
+    assert asked == [("cpu", False), ("meta", True)]

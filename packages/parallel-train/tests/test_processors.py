@@ -130,3 +130,19 @@ def test_statistics_go_to_a_device_once() -> None:
     assert [a is b for a, b in zip(first, second, strict=True)] == [True, True]
     assert first[0].device.type == "meta"
     assert torch.equal(normalizer(torch.from_numpy(FRAMES))[:, 2], torch.zeros(500))
+
+
+def test_only_copies_towards_a_device_go_on_behind_our_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy from a GPU to the host that is not waited for is read before it has arrived."""
+    asked: list[tuple[str, bool]] = []
+
+    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        asked.append((torch.device(device).type, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for device in ("cpu", "meta"):
+        Preprocessor({}, {})({"action": torch.ones(2)}, torch.device(device))
+    assert asked == [("cpu", False), ("meta", True)]

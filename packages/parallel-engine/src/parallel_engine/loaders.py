@@ -159,7 +159,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _to_device(batch: Any, device: torch.device) -> Any:  # of each type the same type
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        # Only towards a device: a copy to the host would be read before it has arrived.
+        return batch.to(device, non_blocking=device.type != "cpu")
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):

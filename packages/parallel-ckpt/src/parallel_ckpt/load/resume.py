@@ -71,6 +71,12 @@ class Start:
         self.rng.restore()
 
 
+DEVICE_STREAM_DERIVED = (
+    "random stream of the GPU: derived from seed, step and rank, because the checkpoint was saved "
+    "by a run on the CPU."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Restored:
     """What `restore` put back."""
@@ -254,7 +260,9 @@ def _read_rng(
         )
         return DerivedRng(derived_seed(seed, contents.manifest.step, rank)), [note]
     path = contents.folder.rng(rank)
+    device_seed = derived_seed(seed, contents.manifest.step, rank)
     try:
-        return RngState(safetensors_load(contents.read_bytes(path))), []
+        rng = RngState(safetensors_load(contents.read_bytes(path)), device_seed)
     except SafetensorError as error:
         raise DamagedCheckpoint.of(path, f"is not a safetensors file: {error}.") from error
+    return rng, [DEVICE_STREAM_DERIVED] if rng.lacks_device else []

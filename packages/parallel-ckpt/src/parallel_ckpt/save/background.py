@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PINNED_BYTES = 2 << 30
+"""Host memory that a rank's staging may lock. The buffers live as long as the saver, so what is
+locked is lost to the page cache and to loader workers for the whole run."""
+
 
 class Background(Generic[T]):
     """One call on a thread of its own, whose result or error is picked up by `result`."""
@@ -42,10 +46,15 @@ class Background(Generic[T]):
 
 
 class Staging:
-    """Host buffers that each save fills anew. They are filled only while no save is in flight."""
+    """Host buffers that each save fills anew. They are filled only while no save is in flight.
+
+    Copies from a GPU are fast into pinned memory. Beyond `PINNED_BYTES` the buffers are ordinary
+    memory: the pause of a save grows, and the host keeps its memory.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
+        self._pinned_bytes = 0
 
     def copy(self, snapshot: Snapshot, share: Share) -> Snapshot:
         """The snapshot with this rank's share in our buffers; other boxes keep only their shape."""
@@ -76,6 +85,15 @@ class Staging:
     def _fill(self, key: str, source: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+            pinned = source.is_cuda and self._may_pin(source.nbytes)
+            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
             self._buffers[key] = buffer
         return buffer.copy_(source, non_blocking=source.is_cuda)
+
+    def _may_pin(self, size_bytes: int) -> bool:
+        # torch's allocator of pinned memory rounds each request up to a power of two.
+        locked = 1 << max(size_bytes - 1, 0).bit_length()
+        if self._pinned_bytes + locked > PINNED_BYTES:
+            return False
+        self._pinned_bytes += locked
+        return True

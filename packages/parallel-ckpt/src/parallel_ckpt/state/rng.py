@@ -19,6 +19,13 @@ class RngState:
 
     tensors: Mapping[str, torch.Tensor]
     """As stored: `python.words`, `python.gauss`, `numpy.words`, `numpy.rest`, `torch`, `cuda`."""
+    device_seed: int | None = None
+    """Seeds the stream of a GPU that the state does not have; None leaves that stream alone."""
+
+    @property
+    def lacks_device(self) -> bool:
+        """Whether this process uses a GPU whose stream was not captured, as by a run on the CPU."""
+        return _has_cuda() and "cuda" not in self.tensors
 
     @classmethod
     def capture(cls) -> RngState:
@@ -65,6 +72,9 @@ class RngState:
         torch.set_rng_state(self.tensors["torch"])
         if _has_cuda() and "cuda" in self.tensors:
             torch.cuda.set_rng_state(self.tensors["cuda"])
+        elif _has_cuda() and self.device_seed is not None:
+            # Otherwise it would stand where building the model has left it: alike on all ranks.
+            torch.cuda.manual_seed(self.device_seed)
 
 
 def derived_seed(seed: int, step: int, rank: int) -> int:

@@ -130,7 +130,9 @@ class Preprocessor:
             if not isinstance(value, Tensor):
                 result[target] = value
                 continue
-            moved = value if device is None else value.to(device, non_blocking=True)
+            # Only towards a device: a copy to the host would be read before it has arrived.
+            behind = device is not None and torch.device(device).type != "cpu"
+            moved = value if device is None else value.to(device, non_blocking=behind)
             if moved.dtype == torch.uint8:
                 moved = moved.float() / 255  # pictures travel as bytes and are read as [0, 1]
             normalizer = self.normalizers.get(target)
