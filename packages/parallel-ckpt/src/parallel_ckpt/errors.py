@@ -8,6 +8,10 @@ from parallel_config import ConfigError
 class CheckpointError(ConfigError):
     """A checkpoint cannot be written, found or used as it is; one line per problem."""
 
+    def _text(self) -> str:
+        # Names and values in it may come from a stranger's files.
+        return printable(super()._text())
+
 
 class CheckpointNotFound(CheckpointError):
     """No committed checkpoint lies where one was looked for."""
@@ -19,3 +23,16 @@ class DamagedCheckpoint(CheckpointError):
 
 class StateMismatch(CheckpointError):
     """Model or optimizer and checkpoint do not hold the same tensors."""
+
+
+def printable(text: str) -> str:
+    """Text without control characters, which could rewrite what a terminal shows.
+
+    Line ends and tabs stay; anything else that does not print is written as its escape.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )

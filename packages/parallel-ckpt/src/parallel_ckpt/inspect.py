@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.errors import CheckpointError, printable
 from parallel_ckpt.formats.dcp import read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
 from parallel_ckpt.formats.safetensors import read_header
@@ -86,7 +86,7 @@ class CheckpointInfo:
             if self.problems
             else "  health      every file is there with its size (checksums: ptrain verify)"
         )
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class RunInfo:
             )
         lines += [f"  unreadable: {line}" for line in self.unreadable]
         newest = next((i for i in self.checkpoints if i.path == self.last), None)
-        return "\n".join([*lines, *([newest.render()] if newest else [])])
+        return printable("\n".join([*lines, *([newest.render()] if newest else [])]))
 
 
 def inspect(path: str | Path) -> CheckpointInfo | RunInfo:

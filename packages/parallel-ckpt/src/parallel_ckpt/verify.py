@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel_ckpt.errors import printable
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.store.find import resolve_checkpoint
 from parallel_ckpt.store.integrity import file_problems
@@ -39,7 +40,7 @@ class VerifyReport:
         lines += [f"  damaged: {problem}" for problem in self.problems]
         lines += [f"  not part of the checkpoint: {name}" for name in self.unlisted]
         lines.append(f"intact ({how})" if self.ok else f"{len(self.problems)} files are damaged")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def verify(path: str | Path, *, fast: bool = False) -> VerifyReport:

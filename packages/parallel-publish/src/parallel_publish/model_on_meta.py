@@ -12,7 +12,7 @@ from torch import nn
 
 from parallel_ckpt.errors import StateMismatch
 from parallel_ckpt.formats.stored import StoredTensor
-from parallel_ckpt.load.fill import fill_all, match
+from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import safetensors_source
 from parallel_ckpt.state.model import aliases, model_shards
 from parallel_ckpt.state.shards import Shard
@@ -82,6 +82,7 @@ def fill(
     targets, tied = model_shards(model), aliases(model)
     if strict:
         keys = match(source.tensors, targets, tied, where=str(path), allow_cast=allow_cast)
+        refuse_untied(source, targets, tied, keys, where=str(path))
         fill_all(source, targets, keys)
         return [], []
     stored, wanted = _common(source.tensors, targets, tied)
@@ -94,6 +95,7 @@ def fill(
             "Use meta=False, so that they get the values of the constructor.",
         )
     keys = match(stored, wanted, tied, where=str(path), allow_cast=allow_cast)
+    refuse_untied(source, wanted, tied, keys, where=str(path))
     fill_all(source, wanted, keys)
     return missing, sorted(set(source.tensors) - set(stored))
 

@@ -21,10 +21,11 @@ from parallel_ckpt.convert.plan import OutputFile, index_of, plan_files
 from parallel_ckpt.convert.source import ConversionSource, find_source
 from parallel_ckpt.convert.stream import Tick, read_back, write_files
 from parallel_ckpt.convert.workspace import clear, temporary_folder
-from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint, printable
 from parallel_ckpt.formats.dcp import read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
 from parallel_ckpt.formats.hashing import FileRecord, hash_file, hashed_file
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
 from parallel_ckpt.store.commit import flush_folder
 from parallel_ckpt.store.contents import Contents
@@ -70,14 +71,14 @@ class ConvertResult:
             f"in {len(self.files)} files, read back and compared"
         ]
         if self.left_out:
-            shown = ", ".join(key[:80] for key in self.left_out[:MAX_LISTED])
+            keys = ", ".join(key[:80] for key in self.left_out[:MAX_LISTED])
             more = f" and {len(self.left_out) - MAX_LISTED} more" * (
                 len(self.left_out) > MAX_LISTED
             )
-            lines.append(f"  left out, because they are not weights: {shown}{more}")
+            lines.append(f"  left out, because they are not weights: {keys}{more}")
         if self.deleted:
             lines.append(f"  removed {len(self.deleted)} files of {self.deleted[0].parent}")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
 
 def convert(
@@ -157,7 +158,7 @@ def _refuse_loss(
     if delete_dcp and not source.is_dcp:
         problems.append(Problem("delete_dcp", f"has nothing to remove in {source.folder}."))
     if delete_dcp and source.left_out:
-        lost = f"{len(source.left_out)} entries that are not weights ({source.left_out[0][:80]})"
+        lost = f"{len(source.left_out)} entries that are not weights ({shown(source.left_out[0])})"
         problems.append(Problem("delete_dcp", f"would also remove {lost}.", "Leave it out."))
     if target is not None:
         problems += _target_problems(source, target, delete_dcp)

@@ -11,7 +11,8 @@ from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedChe
 from parallel_ckpt.formats.dcp import DcpFolder, read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
 from parallel_ckpt.formats.hashing import FileRecord
-from parallel_ckpt.formats.safetensors import METADATA, read_tensors
+from parallel_ckpt.formats.limits import METADATA
+from parallel_ckpt.formats.safetensors import read_tensors
 from parallel_ckpt.formats.stored import StoredTensor
 from parallel_ckpt.formats.tensor_files import OpenFiles, safetensors_in
 from parallel_ckpt.layout import (
@@ -92,7 +93,9 @@ def _of_step(step: StepFolder, *, wants_dcp: bool) -> ConversionSource:
     _require_intact(step, contents.manifest, companions)
     if is_dcp:
         folder = step.dcp
-        tensors, left_out = _weights_in(contents.read_dcp(folder))
+        stored = contents.read_dcp(folder)
+        # What was saved here says its names; there is nothing to guess.
+        tensors, left_out = _weights_in(stored, {key: key for key in stored.tensors})
     else:
         folder = step.pretrained_model
         tensors, left_out = contents.read_safetensors(), ()
@@ -116,7 +119,7 @@ def _foreign(given: Path) -> ConversionSource:
     if len(dcp) == 1:
         stored = read_dcp(dcp[0])
         _require_inside(stored.files, dcp[0])
-        tensors, left_out = _weights_in(stored)
+        tensors, left_out = _weights_in(stored, _select_weights(stored))
         config = dcp[0].parent / "config.json"
         companions = (config,) if config.is_file() else ()
         return ConversionSource(dcp[0], True, tensors, None, {}, companions, left_out)
@@ -165,9 +168,13 @@ def _is_companion(step: StepFolder, path: Path) -> bool:
     )
 
 
-def _weights_in(stored: DcpFolder) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The model's tensors by FQN, out of their archives, and the keys of everything else."""
-    keys = _select_weights(stored)
+def _weights_in(
+    stored: DcpFolder, keys: Mapping[str, str]
+) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The model's tensors by FQN, out of their archives, and the keys of everything else.
+
+    `keys` are those of the model's tensors by FQN.
+    """
     with closing(OpenFiles()) as files:
         tensors = {name: _located(name, stored.tensors[key], files) for name, key in keys.items()}
     used = set(keys.values())
@@ -187,15 +194,17 @@ def _located(name: str, tensor: StoredTensor, files: OpenFiles) -> StoredTensor:
 
 
 def _select_weights(stored: DcpFolder) -> dict[str, str]:
-    """The key of each of the model's tensors by FQN, out of whatever else was saved beside them."""
-    nested = {key: path for key, path in stored.paths.items() if len(path) > 1}
-    if nested:
-        found = [(_below_model(path), key) for key, path in nested.items()]
-        named = [(name, key) for name, key in found if name]
-    elif all(key.split(".")[0] in _OPTIMIZER_ROOTS for key in stored.tensors):
-        named = []
-    else:
-        named = [(key, key) for key in stored.tensors]
+    """The key of each of the model's tensors by FQN, out of whatever another writer saved there.
+
+    The model lies under a key of its own, or its tensors stand on top: alone, or (torchtitan)
+    beside an optimizer, which is nested then.
+    """
+    found = [(_below_model(path), key) for key, path in stored.paths.items() if len(path) > 1]
+    named = [(name, key) for name, key in found if name]
+    if not named:
+        on_top = [key for key, path in stored.paths.items() if len(path) == 1]
+        if not all(key.split(".")[0] in _OPTIMIZER_ROOTS for key in on_top):
+            named = [(key, key) for key in on_top]
     if not named:
         roots = sorted({path[0].split(".")[0] for path in stored.paths.values()})
         what = "optimizer state" if set(roots) & set(_OPTIMIZER_ROOTS) else f"{roots[:5]}"

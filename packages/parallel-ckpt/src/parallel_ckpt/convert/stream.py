@@ -23,6 +23,7 @@ from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
 from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.dtypes import ITEM_BYTES, num_bytes
 from parallel_ckpt.formats.hashing import FileRecord, new_hasher
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.formats.safetensors import read_header
 from parallel_ckpt.formats.stored import Piece
 
@@ -196,13 +197,13 @@ def _hash_piece(
 
 def _check_crc(piece: Piece, tensor: OutputTensor, crc: int, checksum: str | None) -> None:
     if checksum is None and piece.crc32 not in (None, crc):
-        raise _crc_error(piece, crc, tensor.name)
+        raise _crc_error(piece, crc, shown(tensor.name))
 
 
 def _crc_error(piece: Piece, crc: int, name: str = "a tensor") -> DamagedCheckpoint:
     return DamagedCheckpoint.of(
         piece.file,
-        f"has CRC {crc:08x} at {name[:200]} (bytes {piece.begin} to "
+        f"has CRC {crc:08x} at {name} (bytes {piece.begin} to "
         f"{piece.begin + piece.num_bytes}); {piece.crc32:08x} was stored.",
     )
 
@@ -212,15 +213,19 @@ def _write_whole(tensor: OutputTensor, target: int, raw: Mapping[Piece, str]) ->
     import numpy as np
 
     item = ITEM_BYTES[tensor.stored_dtype]
-    whole = np.empty(tensor.source.shape, f"<u{item}")
+    # numpy has fewer dims than torch; those of one element do not move any byte.
+    kept = [dim for dim, size in enumerate(tensor.source.shape) if size != 1]
+    outer = _only(Box.whole(tensor.source.shape), kept)
+    whole = np.empty(outer.sizes, f"<u{item}")
     for piece in tensor.source.pieces:
         flat = np.frombuffer(_read_piece(piece, raw[piece]), f"<u{item}")[piece.first :]
+        box = _only(piece.box, kept)
         if piece.strides is None:
-            part = flat.reshape(piece.box.sizes)
+            part = flat.reshape(box.sizes)
         else:
-            strides = tuple(stride * item for stride in piece.strides)
-            part = np.lib.stride_tricks.as_strided(flat, piece.box.sizes, strides, writeable=False)
-        whole[piece.box.within(Box.whole(tensor.source.shape))] = part
+            strides = tuple(piece.strides[dim] * item for dim in kept)
+            part = np.lib.stride_tricks.as_strided(flat, box.sizes, strides, writeable=False)
+        whole[box.within(outer)] = part
     data = whole.reshape(-1).view(np.uint8).data.cast("B")
     digest = new_hasher()
     at = tensor.begin
@@ -230,6 +235,10 @@ def _write_whole(tensor: OutputTensor, target: int, raw: Mapping[Piece, str]) ->
         _write(target, result, at)
         at += len(result)
     return Written(tensor.file, tensor.begin, at - tensor.begin, digest.hexdigest())
+
+
+def _only(box: Box, dims: Sequence[int]) -> Box:
+    return Box(tuple(box.offsets[dim] for dim in dims), tuple(box.sizes[dim] for dim in dims))
 
 
 def _read_piece(piece: Piece, checksum: str) -> bytearray:

@@ -16,18 +16,27 @@ from typing import Any
 
 from parallel_ckpt.errors import CheckpointNotFound, DamagedCheckpoint
 from parallel_ckpt.formats.box import Box
-from parallel_ckpt.formats.checked_json import is_count
-from parallel_ckpt.formats.dtypes import TORCH_ITEM_BYTES, is_shape
-from parallel_ckpt.formats.pickles import Global, Made, MalformedPickle, Pairs, read_pickle
+from parallel_ckpt.formats.checked_json import MAX_COUNT, is_count
+from parallel_ckpt.formats.dtypes import TORCH_ITEM_BYTES
+from parallel_ckpt.formats.limits import (
+    MAX_CHUNKS,
+    MAX_DIMS,
+    MAX_LOOSE_CHUNKS,
+    MAX_METADATA_BYTES,
+    MAX_NAME,
+    shown,
+)
+from parallel_ckpt.formats.pickles import (
+    Global,
+    Made,
+    MalformedPickle,
+    Pairs,
+    collector_paused,
+    read_pickle,
+)
 from parallel_ckpt.formats.safetensors import is_file_name
 from parallel_ckpt.formats.stored import Piece, StoredTensor
 from parallel_ckpt.layout import DCP_METADATA
-
-MAX_METADATA_BYTES = 1_000_000_000
-MAX_CHUNKS = 1_000_000
-MAX_LOOSE_CHUNKS = 64
-"""Parts of one tensor that do not lie in a grid are compared two by two, up to this many."""
-MAX_NAME = 4_096
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,9 @@ def read_dcp(folder: Path) -> DcpFolder:
 def parse_metadata(data: bytes, folder: Path) -> DcpFolder:
     """As `read_dcp`, from the bytes of the document."""
     try:
-        document = _fields(read_pickle(data, _is_allowed), "Metadata")
-        return _Parser(document, folder).parse()
+        with collector_paused():
+            document = _fields(read_pickle(data, _is_allowed), "Metadata")
+            return _Parser(document, folder).parse()
     except MalformedPickle as error:
         raise DamagedCheckpoint.of(folder / DCP_METADATA, f"{error}.") from error
 
@@ -134,7 +144,7 @@ class _Parser:
         shape = _size(fields.get("size"))
         chunks = fields.get("chunks")
         if not isinstance(chunks, list) or isinstance(chunks, Pairs):
-            raise MalformedPickle(f"does not have a list of chunks for {key[:200]!r}")
+            raise MalformedPickle(f"does not have a list of chunks for {shown(key)}")
         self._num_chunks += len(chunks)
         if self._num_chunks > MAX_CHUNKS:
             raise MalformedPickle(f"has more than {MAX_CHUNKS} chunks")
@@ -143,52 +153,69 @@ class _Parser:
         return StoredTensor(_dtype(fields.get("properties")), shape, found)
 
     def _pieces(self, key: str, shape: tuple[int, ...], chunks: list[Any]) -> Iterator[Piece]:
+        # There may be millions of chunks: whatever does not depend on the chunk is done before.
+        stored, files, num_dims = self._stored.get(key, {}), self._files, len(shape)
         for chunk in chunks:
-            fields = _fields(chunk, "ChunkStorageMetadata")
-            offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
-            if len(offsets) != len(shape) or len(sizes) != len(shape):
-                raise MalformedPickle(f"has a chunk of other dims than {key[:200]!r}")
-            box = Box(offsets, sizes)
-            if any(end > n for end, n in zip(box.ends, shape, strict=True)):
-                raise MalformedPickle(f"has a chunk that leaves {key[:200]!r} of shape {shape}")
-            if box.volume:
-                # A tensor that was saved whole is stored without an offset.
-                stored = self._stored.get((key, offsets)) or self._stored.get((key, None))
-                if stored is None:
-                    raise MalformedPickle(f"does not name the bytes of {key[:200]!r} at {offsets}")
-                name, begin, num_bytes = stored
-                # One Path for all pieces of a file: there may be a million of them.
-                file = self._files.setdefault(name, self._folder / name)
-                yield Piece(box, file, begin, num_bytes, in_archive=True)
+            offsets_value, sizes_value = _values(chunk, "ChunkStorageMetadata", _CHUNK)
+            offsets, sizes = _size(offsets_value), _size(sizes_value)
+            if len(offsets) != num_dims or len(sizes) != num_dims:
+                raise MalformedPickle(f"has a chunk of other dims than {shown(key)}")
+            for offset, size, length in zip(offsets, sizes, shape, strict=True):
+                if offset + size > length:
+                    raise MalformedPickle(
+                        f"has a chunk that leaves {shown(key)} of shape {shown(shape)}"
+                    )
+            if 0 in sizes:
+                continue
+            # A tensor that was saved whole is stored without an offset.
+            info = stored.get(offsets) or stored.get(None)
+            if info is None:
+                raise MalformedPickle(
+                    f"does not name the bytes of {shown(key)} at {shown(offsets)}"
+                )
+            name, begin, num_bytes = info
+            # One Path for all pieces of a file: there may be a million of them.
+            file = files.get(name)
+            if file is None:
+                file = files[name] = self._folder / name
+            yield Piece(Box(offsets, sizes), file, begin, num_bytes, in_archive=True)
 
 
-def _stored_items(value: Any) -> dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]:
+_Info = tuple[str, int, int]
+_CHUNK = ("offsets", "sizes")
+_INDEX = ("fqn", "offset", "index")
+_INFO = ("relative_path", "offset", "length")
+
+
+def _stored_items(value: Any) -> dict[str, dict[tuple[int, ...] | None, _Info]]:
+    """Where the bytes lie, by key and offset."""
     if not isinstance(value, Pairs):
         raise MalformedPickle("does not have storage_data")
-    items: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
+    items: dict[str, dict[tuple[int, ...] | None, _Info]] = {}
     for index, info in value:
-        where = _fields(index, "MetadataIndex")
-        fqn, offset = where.get("fqn"), where.get("offset")
-        if not isinstance(fqn, str) or len(fqn) > MAX_NAME:
+        fqn, offset, _ = _values(index, "MetadataIndex", _INDEX)
+        if type(fqn) is not str or len(fqn) > MAX_NAME:
             raise MalformedPickle("has stored data without a key")
-        key = (fqn, None if offset is None else _size(offset))
-        if key in items:
-            raise MalformedPickle(f"has stored data of {fqn[:200]!r} twice")
-        items[key] = _storage_info(_fields(info, "_StorageInfo"), fqn)
+        of_key = items.get(fqn)
+        if of_key is None:
+            of_key = items[fqn] = {}
+        at = None if offset is None else _size(offset)
+        if at in of_key:
+            raise MalformedPickle(f"has stored data of {shown(fqn)} twice")
+        of_key[at] = _storage_info(info, fqn)
     return items
 
 
-def _storage_info(fields: Mapping[str, Any], key: str) -> tuple[str, int, int]:
-    file, begin, length = (fields.get(name) for name in ("relative_path", "offset", "length"))
-    if fields.get("transform_descriptors"):
-        raise MalformedPickle(f"has {key[:200]!r} compressed or otherwise transformed")
+def _storage_info(value: Any, key: str) -> _Info:
+    file, begin, length = _values(value, "_StorageInfo", _INFO)
+    # torch leaves the fourth field out unless it has a value.
+    if len(value.state) != 3 and _fields(value, "_StorageInfo").get("transform_descriptors"):
+        raise MalformedPickle(f"has {shown(key)} compressed or otherwise transformed")
     if not isinstance(file, str) or not is_file_name(file):
-        raise MalformedPickle(
-            f"has {key[:200]!r} in {str(file)[:200]!r}, which is not in the folder"
-        )
+        raise MalformedPickle(f"has {shown(key)} in {shown(file)}, which is not in the folder")
     if not (is_count(begin) and is_count(length)):
-        raise MalformedPickle(f"has {key[:200]!r} at impossible bytes")
-    return file, begin, length  # type: ignore[return-value]
+        raise MalformedPickle(f"has {shown(key)} at impossible bytes")
+    return file, begin, length
 
 
 def _check_cover(key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
@@ -196,10 +223,11 @@ def _check_cover(key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     covered = sum(box.volume for box in boxes)
     if covered != math.prod(shape):
         raise MalformedPickle(
-            f"has {covered} of {math.prod(shape)} elements of {key[:200]!r} of shape {tuple(shape)}"
+            f"has {covered} of {math.prod(shape)} elements of {shown(key)} of shape "
+            f"{shown(tuple(shape))}"
         )
     if boxes and not _is_grid(shape, boxes) and not _are_disjoint(key, boxes):
-        raise MalformedPickle(f"has overlapping chunks of {key[:200]!r}")
+        raise MalformedPickle(f"has overlapping chunks of {shown(key)}")
 
 
 def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -211,26 +239,33 @@ def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     if len({box.offsets for box in boxes}) != len(boxes):
         return False
     for dim, length in enumerate(shape):
-        starts = sorted({box.offsets[dim] for box in boxes})
+        spans = {(box.offsets[dim], box.sizes[dim]) for box in boxes}
+        starts = sorted({start for start, _ in spans})
         ends = dict(zip(starts, [*starts[1:], length], strict=True))
-        if any(ends[box.offsets[dim]] != box.ends[dim] for box in boxes):
+        if any(ends[start] != start + size for start, size in spans):
             return False
     return True
 
 
 def _are_disjoint(key: str, boxes: Sequence[Box]) -> bool:
     if len(boxes) > MAX_LOOSE_CHUNKS:
-        raise MalformedPickle(f"has {len(boxes)} chunks of {key[:200]!r} that do not form a grid")
+        raise MalformedPickle(f"has {len(boxes)} chunks of {shown(key)} that do not form a grid")
     return not any(one.overlap(other) for i, one in enumerate(boxes) for other in boxes[:i])
 
 
 def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
     """No byte is stored for two tensors: a small file cannot pose as a huge model."""
-    pieces = [piece for tensor in tensors.values() for piece in tensor.pieces]
-    spans = sorted((piece.file, piece.begin, piece.num_bytes) for piece in pieces)
-    for (file, begin, num_bytes), (other, next_begin, _) in pairwise(spans):
-        if file == other and begin + num_bytes > next_begin:
-            raise MalformedPickle(f"has two tensors in the same bytes of {file.name!r}")
+    of_file: dict[int, list[Piece]] = {}
+    for tensor in tensors.values():
+        for piece in tensor.pieces:
+            # All pieces of a file share its Path, which takes long to hash and to compare.
+            of_file.setdefault(id(piece.file), []).append(piece)
+    for pieces in of_file.values():
+        spans = sorted((piece.begin, piece.num_bytes) for piece in pieces)
+        if any(begin + size > following for (begin, size), (following, _) in pairwise(spans)):
+            raise MalformedPickle(
+                f"has two tensors in the same bytes of {shown(pieces[0].file.name)}"
+            )
 
 
 def _paths(value: Any) -> dict[str, tuple[str, ...]]:
@@ -248,11 +283,27 @@ def _is_made(value: Any, name: str) -> bool:
     return isinstance(value, Made) and value.kind.name == name
 
 
-def _fields(value: Any, name: str) -> dict[str, Any]:
-    """The attributes of an object that the document makes of the class `name`."""
-    if not _is_made(value, name) or not isinstance(value.state, Pairs) or len(value.state) > 16:
-        raise MalformedPickle(f"has something else where a {name} belongs")
-    return _text_map(value.state, name)
+def _values(value: Any, kind: str, names: tuple[str, ...]) -> list[Any]:
+    """The attributes `names` of an object of the class `kind`, None for one that is missing.
+
+    Fast where it has just these, in this order, as torch writes them. Nothing is hashed there: a
+    crafted key could take for ever.
+    """
+    if type(value) is Made and value.kind.name == kind:
+        state = value.state
+        if type(state) is Pairs and len(state) == len(names):
+            found = [item for (key, item), name in zip(state, names, strict=True) if key == name]
+            if len(found) == len(names):
+                return found
+    fields = _fields(value, kind)
+    return [fields.get(name) for name in names]
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """The attributes of an object that the document makes of the class `kind`."""
+    if not _is_made(value, kind) or not isinstance(value.state, Pairs) or len(value.state) > 16:
+        raise MalformedPickle(f"has something else where a {kind} belongs")
+    return _text_map(value.state, kind)
 
 
 def _text_map(value: Any, where: str) -> dict[str, Any]:
@@ -268,11 +319,19 @@ def _text_map(value: Any, where: str) -> dict[str, Any]:
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """A `torch.Size`."""
-    args = value.args if _is_made(value, "Size") else (value,)
-    if len(args) != 1 or not isinstance(args[0], tuple) or not is_shape(args[0]):
-        raise MalformedPickle("has an impossible shape or offset")
-    return args[0]
+    """A `torch.Size`: few dims, none negative, and a product that fits."""
+    if type(value) is Made and value.kind.name == "Size" and len(value.args) == 1:
+        (value,) = value.args
+    if type(value) is tuple and len(value) <= MAX_DIMS:
+        product = 1
+        for dim in value:
+            if type(dim) is not int or not 0 <= dim < MAX_COUNT:
+                break
+            product *= dim or 1
+        else:
+            if product < MAX_COUNT:
+                return value
+    raise MalformedPickle("has an impossible shape or offset")
 
 
 def _dtype(properties: Any) -> str:

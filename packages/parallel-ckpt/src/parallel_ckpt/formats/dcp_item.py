@@ -20,6 +20,7 @@ from typing import Any
 
 from parallel_ckpt.formats.checked_json import is_count
 from parallel_ckpt.formats.dtypes import TORCH_ITEM_BYTES
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.formats.pickles import Global, Made, MalformedPickle, Persistent, read_pickle
 from parallel_ckpt.formats.stored import Piece
 
@@ -134,7 +135,7 @@ def _records(item: _Item) -> dict[str, _Record]:
     for _ in range(count):
         name, record, position = _directory_entry(item, directory, position)
         if record.begin + record.num_bytes > item.begin + at or name in records:
-            raise MalformedItem(f"has record {name[:80]!r} twice or outside of its item")
+            raise MalformedItem(f"has record {shown(name)} twice or outside of its item")
         records[name] = record
     return records
 
@@ -168,7 +169,7 @@ def _directory_entry(item: _Item, directory: bytes, position: int) -> tuple[str,
     extra = directory[extra_begin : extra_begin + lengths[1]]
     size, packed, at = _wide(extra, size, packed, at)
     if method != _STORED or packed != size or flags & _ENCRYPTED:
-        raise MalformedItem(f"has record {name[:80]!r} compressed or encrypted")
+        raise MalformedItem(f"has record {shown(name)} compressed or encrypted")
     record = _Record(_first_byte(item, name, at), size, crc32)
     # The archive's root folder is named after the file that torch thought it wrote.
     return name.split("/", 1)[-1], record, name_begin + sum(lengths)
@@ -182,7 +183,7 @@ def _first_byte(item: _Item, name: str, at: int) -> int:
     """
     local = item.read(_LOCAL_BYTES, at) if at + _LOCAL_BYTES <= item.length else b""
     if not local.startswith(_LOCAL_SIGNATURE):
-        raise MalformedItem(f"has a damaged record {name[:80]!r}")
+        raise MalformedItem(f"has a damaged record {shown(name)}")
     name_bytes, extra_bytes = struct.unpack_from("<HH", local, _LOCAL_LENGTHS_AT)
     return item.begin + at + _LOCAL_BYTES + int(name_bytes) + int(extra_bytes)
 
@@ -274,7 +275,8 @@ def _elements(
 ) -> Piece:
     if tensor.shape != piece.box.sizes or tensor.dtype != dtype:
         raise MalformedItem(
-            f"holds {tensor.dtype} {tensor.shape} where .metadata says {dtype} {piece.box.sizes}"
+            f"holds {tensor.dtype} {shown(tensor.shape)} where .metadata says {dtype} "
+            f"{shown(piece.box.sizes)}"
         )
     record = records.get(f"data/{tensor.storage}")
     if record is None or len(tensor.strides) != len(tensor.shape):

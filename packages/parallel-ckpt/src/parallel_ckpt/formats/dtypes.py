@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from parallel_ckpt.formats.checked_json import is_count
+from parallel_ckpt.formats.limits import MAX_DIMS
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8,
@@ -14,6 +15,9 @@ ITEM_BYTES: Mapping[str, int] = {
     "BF16": 2,
     "F8_E4M3": 1,
     "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
     "I64": 8,
     "I32": 4,
     "I16": 2,
@@ -34,6 +38,9 @@ SAFETENSORS_BY_TORCH: Mapping[str, str] = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",
@@ -52,14 +59,21 @@ TORCH_BY_SAFETENSORS: Mapping[str, str] = {s: t for t, s in SAFETENSORS_BY_TORCH
 
 TORCH_ITEM_BYTES: Mapping[str, int] = {
     **{name: ITEM_BYTES[stored] for name, stored in SAFETENSORS_BY_TORCH.items()},
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
+    "float4_e2m1fn_x2": 1,
     "complex32": 4,
+    "bcomplex32": 4,
     "complex128": 16,
+    "bits1x8": 1,
+    "bits2x4": 1,
+    "bits4x2": 1,
+    "bits8": 1,
+    "bits16": 2,
 }
-"""Bytes of one element by the dtype's name in torch: what DCP can hold."""
+"""Bytes of one element by the dtype's name in torch: what DCP can hold.
 
-MAX_DIMS = 32
+torch itself can neither copy nor save those that are missing: integers of fewer than 8 bits, and
+quantized tensors, whose scale is not among their bytes.
+"""
 
 
 def num_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -9,14 +9,14 @@ grow with the document's length alone.
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-MAX_OPCODES = 60_000_000
-"""About a million shards. Real checkpoints have fewer."""
-MAX_STACK = 1_000_000
+from parallel_ckpt.formats.limits import MAX_OPCODES, MAX_STACK, shown
 
 
 class MalformedPickle(ValueError):
@@ -65,9 +65,26 @@ def read_pickle(data: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
     """
     machine = _Machine(data, is_allowed)
     try:
-        return machine.run()
+        with collector_paused():
+            return machine.run()
     except (IndexError, KeyError, struct.error, UnicodeDecodeError) as error:
         raise MalformedPickle(f"breaks off or is garbled near byte {machine.at}") from error
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without the collector of cycles, which would walk all that was read so far again and again.
+
+    A million chunks are ten million objects, none of them in a cycle: measured, it takes three
+    quarters of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Mark:
@@ -88,20 +105,45 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        steps = {code: getattr(self, name) for code, name in _STEPS.items()}
-        data, stack = self.data, self._stack
+        steps, data, stack, memo = self._steps(), self.data, self._stack, self._memo
+        at = 0
+        # The opcodes that make up nine tenths of a large document are read right here, in the
+        # order of how often they come: a call for each would double the time. All that they
+        # need from outside are local names.
         for _ in range(MAX_OPCODES):
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
-                return self._pop()
-            step = steps.get(code)
-            if step is None:
-                raise MalformedPickle(f"uses opcode {bytes([code])!r} at byte {self.at - 1}")
-            step()
+            code = data[at]
+            at += 1
+            if code == _MEMOIZE:
+                memo[len(memo)] = stack[-1]
+                continue
+            if code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            elif code == _BINGET:
+                stack.append(memo[data[at]])
+                at += 1
+            elif code == _BININT1:
+                stack.append(data[at])
+                at += 1
+            elif code == _BININT2:
+                stack.append(data[at] | data[at + 1] << 8)
+                at += 2
+            else:
+                if code == _STOP:
+                    self.at = at
+                    return self._pop()
+                step = steps.get(code)
+                if step is None:
+                    raise MalformedPickle(f"uses opcode {bytes([code])!r} at byte {at - 1}")
+                self.at = at
+                step()
+                at = self.at
             if len(stack) > MAX_STACK:
                 break
         raise MalformedPickle(f"has more than {MAX_OPCODES} opcodes or {MAX_STACK} open values")
+
+    def _steps(self) -> dict[int, Callable[[], None]]:
+        return {code: getattr(self, name) for code, name in _STEPS.items()}
 
     def _take(self, count: int) -> bytes:
         begin, end = self.at, self.at + count
@@ -146,7 +188,9 @@ class _Machine:
                 f"names a global by something else than text at byte {self.at - 1}"
             )
         if not self._is_allowed(module, name):
-            raise MalformedPickle(f"names {module[:80]}.{name[:80]}, which no checkpoint needs")
+            raise MalformedPickle(
+                f"names {shown(f'{module}.{name}')[1:-1]}, which no checkpoint needs"
+            )
         self._stack.append(Global(module, name))
 
     # One method per opcode, named as in `pickletools`.
@@ -167,12 +211,6 @@ class _Machine:
 
     def binint(self) -> None:
         self._stack.append(self._number("<i"))
-
-    def binint1(self) -> None:
-        self._stack.append(self._take(1)[0])
-
-    def binint2(self) -> None:
-        self._stack.append(self._number("<H"))
 
     def long1(self) -> None:
         size = self._take(1)[0]
@@ -231,20 +269,11 @@ class _Machine:
         values = self._pop_to_mark()
         self._pairs().extend(zip(values[::2], values[1::2], strict=False))
 
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
     def binput(self) -> None:
         self._memo[self._take(1)[0]] = self._stack[-1]
 
     def long_binput(self) -> None:
         self._memo[self._number("<I")] = self._stack[-1]
-
-    def binget(self) -> None:
-        self._stack.append(self._memo[self._take(1)[0]])
-
-    def long_binget(self) -> None:
-        self._stack.append(self._memo[self._number("<I")])
 
     def named_global(self) -> None:
         self._push_global(self._line(), self._line())
@@ -285,6 +314,11 @@ class _Machine:
 
 
 _STOP = ord(".")
+_MEMOIZE = 0x94
+_BINGET = ord("h")
+_LONG_BINGET = ord("j")
+_BININT1 = ord("K")
+_BININT2 = ord("M")
 _STEPS: Mapping[int, str] = {
     0x80: "proto",
     0x95: "frame",
@@ -292,8 +326,6 @@ _STEPS: Mapping[int, str] = {
     0x88: "newtrue",
     0x89: "newfalse",
     ord("J"): "binint",
-    ord("K"): "binint1",
-    ord("M"): "binint2",
     0x8A: "long1",
     ord("G"): "binfloat",
     0x8C: "short_binunicode",
@@ -310,11 +342,8 @@ _STEPS: Mapping[int, str] = {
     ord("e"): "appends",
     ord("s"): "setitem",
     ord("u"): "setitems",
-    0x94: "memoize",
     ord("q"): "binput",
     ord("r"): "long_binput",
-    ord("h"): "binget",
-    ord("j"): "long_binget",
     ord("c"): "named_global",
     0x93: "stack_global",
     0x81: "make",

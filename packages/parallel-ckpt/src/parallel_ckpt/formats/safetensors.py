@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_ckpt.errors import DamagedCheckpoint
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
 from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.checked_json import is_count, parse_json
 from parallel_ckpt.formats.dtypes import (
@@ -22,12 +22,9 @@ from parallel_ckpt.formats.dtypes import (
     is_shape,
     num_bytes,
 )
+from parallel_ckpt.formats.limits import MAX_HEADER_BYTES, MAX_INDEX_BYTES, METADATA, shown
 from parallel_ckpt.formats.stored import Piece, StoredTensor
 from parallel_ckpt.layout import SAFETENSORS, rank_files
-
-MAX_HEADER_BYTES = 32_000_000
-"""Room for about 300,000 tensors; parsing a header takes at most some twenty times its length."""
-METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +61,15 @@ def read_tensors(files: Iterable[Path], index: Path | None = None) -> dict[str, 
         for name, entry in read_header(file).tensors.items():
             if name in tensors:
                 raise DamagedCheckpoint.of(
-                    file, f"holds {name[:200]!r}, which another file holds too."
+                    file, f"holds {shown(name)}, which another file holds too."
                 )
             piece = Piece(Box.whole(entry.shape), file, entry.begin, entry.num_bytes)
             dtype = TORCH_BY_SAFETENSORS[entry.dtype]
             tensors[name] = StoredTensor(dtype, entry.shape, (piece,) if entry.num_bytes else ())
     if index is not None and (odd := read_index(index).keys() ^ tensors.keys()):
-        raise DamagedCheckpoint.of(index, f"and its files differ in tensors: {sorted(odd)[:3]}.")
+        raise DamagedCheckpoint.of(
+            index, f"and its files differ in tensors: {shown(sorted(odd)[:3])}."
+        )
     return tensors
 
 
@@ -114,7 +113,7 @@ def parse_header(text: bytes, size_bytes: int, source: Path) -> Header:
     for name, entry in ordered:
         if entry.begin != end:
             raise DamagedCheckpoint.of(
-                source, f"has {name[:200]!r} at byte {entry.begin}, but it must begin at {end}."
+                source, f"has {shown(name)} at byte {entry.begin}, but it must begin at {end}."
             )
         end += entry.num_bytes
     if data_begin + end != size_bytes:
@@ -135,8 +134,8 @@ def read_index(path: Path) -> dict[str, str]:
         DamagedCheckpoint: it is something else, or a name in it leads out of the folder.
     """
     try:
-        if path.stat().st_size > MAX_HEADER_BYTES:
-            raise DamagedCheckpoint.of(path, f"has more than {MAX_HEADER_BYTES} bytes.")
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise DamagedCheckpoint.of(path, f"has more than {MAX_INDEX_BYTES} bytes.")
         document = parse_json(path.read_bytes(), path)
     except OSError as error:
         raise DamagedCheckpoint.of(path, f"cannot be read: {error.strerror}.") from error
@@ -145,9 +144,7 @@ def read_index(path: Path) -> dict[str, str]:
         raise DamagedCheckpoint.of(path, "does not have a weight_map of texts.")
     for file in set(weight_map.values()):
         if not is_file_name(file):
-            raise DamagedCheckpoint.of(
-                path, f"names {file[:200]!r}, which is not a file beside it."
-            )
+            raise DamagedCheckpoint.of(path, f"names {shown(file)}, which is not a file beside it.")
     return dict(weight_map)
 
 
@@ -158,16 +155,16 @@ def is_file_name(name: str) -> bool:
 
 def _entry(name: str, value: Any, source: Path) -> HeaderEntry:
     """As stored: `begin` counts from the start of the data."""
-    label = f"has {name[:200]!r}"
+    label = f"has {shown(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise DamagedCheckpoint.of(source, f"{label} without just dtype, shape and data_offsets.")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise DamagedCheckpoint.of(source, f"{label} of unknown dtype {str(dtype)[:40]!r}.")
+        raise DamagedCheckpoint.of(source, f"{label} of unknown dtype {shown(dtype)}.")
     if not isinstance(shape, list) or not is_shape(shape):
-        raise DamagedCheckpoint.of(source, f"{label} of impossible shape {str(shape)[:80]}.")
+        raise DamagedCheckpoint.of(source, f"{label} of impossible shape {shown(shape)}.")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
-        raise DamagedCheckpoint.of(source, f"{label} at impossible offsets {str(offsets)[:80]}.")
+        raise DamagedCheckpoint.of(source, f"{label} at impossible offsets {shown(offsets)}.")
     begin, end = offsets
     if end - begin != num_bytes(dtype, shape):
         raise DamagedCheckpoint.of(
@@ -213,7 +210,11 @@ def pack(forms: Mapping[str, Form], max_shard_bytes: int) -> dict[str, list[str]
 
 
 def header_bytes(names: Sequence[str], forms: Mapping[str, Form]) -> bytes:
-    """First bytes of a file that holds these tensors one after another."""
+    """First bytes of a file that holds these tensors one after another.
+
+    Raises:
+        CheckpointError: there are more of them than a reader would take.
+    """
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     begin = 0
     for name in names:
@@ -223,13 +224,31 @@ def header_bytes(names: Sequence[str], forms: Mapping[str, Form]) -> bytes:
         begin = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError.of(
+            "weights",
+            f"need a safetensors header of {len(text):,} bytes for the {len(names):,} tensors of "
+            f"one file, but at most {MAX_HEADER_BYTES:,} are read.",
+            "Use a smaller --checkpoint.max_shard_size, or --checkpoint_format dcp.",
+        )
     return struct.pack("<Q", len(text)) + text
 
 
 def index_bytes(files: Mapping[str, Sequence[str]], forms: Mapping[str, Form]) -> bytes:
-    """Text of the index of several files."""
+    """Text of the index of several files.
+
+    Raises:
+        CheckpointError: it is larger than a reader would take.
+    """
     document = {
         "metadata": {"total_size": sum(form.num_bytes for form in forms.values())},
         "weight_map": {name: file for file, names in files.items() for name in names},
     }
-    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+    text = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+    if len(text) > MAX_INDEX_BYTES:
+        raise CheckpointError.of(
+            "weights",
+            f"need an index of {len(text):,} bytes, but at most {MAX_INDEX_BYTES:,} are read.",
+            "Use --checkpoint_format dcp.",
+        )
+    return text

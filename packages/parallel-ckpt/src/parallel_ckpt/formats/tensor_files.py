@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parallel_ckpt.errors import DamagedCheckpoint
 from parallel_ckpt.formats.dcp_item import MalformedItem, locate
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.formats.safetensors import read_index
 from parallel_ckpt.formats.stored import Piece
 from parallel_ckpt.layout import SAFETENSORS_INDEX, is_weight_file
@@ -57,11 +58,11 @@ class OpenFiles:
             yield file, locate(file, piece, dtype)
         except FileNotFoundError as error:
             raise DamagedCheckpoint.of(
-                piece.file, f"is missing; {key[:200]!r} lies in it."
+                piece.file, f"is missing; {shown(key)} lies in it."
             ) from error
         except (OSError, MalformedItem) as error:
             raise DamagedCheckpoint.of(
-                piece.file, f"cannot be read at {key[:200]}: {error}."
+                piece.file, f"cannot be read at {shown(key)}: {error}."
             ) from error
 
     def close(self) -> None:

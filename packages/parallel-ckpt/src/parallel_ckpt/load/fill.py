@@ -12,7 +12,7 @@ import torch
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
 from parallel_ckpt.formats.stored import StoredTensor
-from parallel_ckpt.load.sources import Source
+from parallel_ckpt.load.sources import Source, same_bits
 from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.state.torch_dtypes import torch_dtype
 from parallel_config import Problem
@@ -60,8 +60,8 @@ def match(
     """The stored key of each target that is stored under another name of a tied tensor.
 
     Raises:
-        StateMismatch: lists tensors that are missing, unexpected, of another shape, or would lose
-            precision.
+        StateMismatch: lists tensors that are missing, unexpected, of another shape, on meta, or
+            would lose precision.
     """
     other_names: dict[str, list[str]] = {}
     for alias, name in aliases.items():
@@ -84,6 +84,50 @@ def match(
     return keys
 
 
+def refuse_untied(
+    source: Source,
+    targets: Mapping[str, Shard],
+    aliases: Mapping[str, str],
+    keys: Mapping[str, str],
+    *,
+    where: str,
+) -> None:
+    """Tensors that are one here must be one in the checkpoint: only one of them can be taken.
+
+    `keys` are those of `match`. No collective; each rank compares the boxes that it holds.
+
+    Raises:
+        StateMismatch: lists tied names under which other values are stored.
+    """
+    problems = []
+    for alias, name in sorted(aliases.items()):
+        taken = keys.get(name, name)
+        both = alias in source.tensors and taken in source.tensors and name in targets
+        if both and alias != taken and not _same_values(source, alias, taken, targets[name]):
+            problems.append(
+                Problem(
+                    f"{where}: {alias}",
+                    f"is tied to {name} in the model, but other values are stored for it than for "
+                    f"{taken}.",
+                    "Build the model with these weights untied.",
+                )
+            )
+    if problems:
+        raise StateMismatch(_shortened(problems, where))
+
+
+def _same_values(source: Source, one: str, other: str, target: Shard) -> bool:
+    a, b = source.tensors[one], source.tensors[other]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    filled = []
+    for key in (one, other):
+        memory = torch.zeros(target.local.shape, dtype=torch_dtype(a.dtype))
+        source.fill(key, target.with_local(memory))
+        filled.append(memory)
+    return same_bits(*filled)
+
+
 def _shape_problems(
     source: Mapping[str, StoredTensor],
     targets: Mapping[str, Shard],
@@ -98,6 +142,12 @@ def _shape_problems(
         elif stored.shape != target.shape:
             yield Problem(
                 f"{where}: {name}", f"has shape {target.shape}, but {stored.shape} is stored."
+            )
+        elif target.local.is_meta:
+            yield Problem(
+                f"{where}: {name}",
+                "is on meta, where it does not have memory to fill.",
+                "Materialize the model first (engine.prepare does, with load_weights as its fill).",
             )
         elif not allow_cast and not keeps_precision(
             dtype := torch_dtype(stored.dtype), target.local.dtype

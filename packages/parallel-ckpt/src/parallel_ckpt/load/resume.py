@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
 from parallel_ckpt.layout import StepFolder
-from parallel_ckpt.load.fill import fill_all, match
+from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import Source, dcp_source, weights_of
 from parallel_ckpt.ranks import all_ranks
 from parallel_ckpt.state.model import aliases, model_shards
@@ -160,7 +160,9 @@ def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) 
     """Open everything and compare names, shapes and dtypes before anything is touched."""
     contents = Contents.read(folder)
     source, weights = weights_of(contents), model_shards(model)
-    keys = match(source.tensors, weights, aliases(model), where="weights")
+    tied = aliases(model)
+    keys = match(source.tensors, weights, tied, where="weights")
+    refuse_untied(source, weights, tied, keys, where="weights")
     schedule = None if scheduler is None else _plan_scheduler(contents, scheduler)
     if optimizer is None:
         return _Plan(source, weights, keys, {}, None, None, schedule)

@@ -102,7 +102,7 @@ def _copy(file: int, piece: Piece, common: Box, place: torch.Tensor, dtype: torc
         flat = torch.empty(piece.num_bytes // dtype.itemsize, dtype=dtype)
         _read_into(flat, file, piece.begin)
         values = flat.as_strided(piece.box.sizes, piece.strides, piece.first)
-        place.copy_(values[common.within(piece.box)])
+        _put(values[common.within(piece.box)], place)
         return
     rows, begin = _rows(piece, common, dtype.itemsize)
     if _has_the_bytes_of(place, rows, dtype):
@@ -110,7 +110,24 @@ def _copy(file: int, piece: Piece, common: Box, place: torch.Tensor, dtype: torc
         return
     values = torch.empty(rows.sizes, dtype=dtype)
     _read_into(values, file, begin)
-    place.copy_(values[common.within(rows)])
+    _put(values[common.within(rows)], place)
+
+
+def _put(values: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy values to a place that may repeat elements along a dim, as an expanded tensor does."""
+    for dim, (size, stride) in enumerate(zip(place.shape, place.stride(), strict=True)):
+        if size > 1 and not stride:
+            first = values.narrow(dim, 0, 1)
+            if not same_bits(values, first.expand_as(values)):
+                raise MalformedItem("has several values where the tensor to fill has one, repeated")
+            values, place = first, place.narrow(dim, 0, 1)
+    place.copy_(values)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaN and signed zeros included."""
+    pair = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(*pair)
 
 
 def _rows(piece: Piece, common: Box, item_bytes: int) -> tuple[Box, int]:
@@ -129,7 +146,8 @@ def _rows(piece: Piece, common: Box, item_bytes: int) -> tuple[Box, int]:
 def _has_the_bytes_of(place: torch.Tensor, rows: Box, dtype: torch.dtype) -> bool:
     """Whether the bytes of the rows are, one after another, those of the place."""
     is_alike = place.dtype == dtype and tuple(place.shape) == rows.sizes
-    return is_alike and place.device.type == "cpu" and place.is_contiguous()
+    is_plain = place.device.type == "cpu" and place.is_contiguous()
+    return is_alike and is_plain and not place.is_conj() and not place.is_neg()
 
 
 def _read_into(tensor: torch.Tensor, file: int, begin: int) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from parallel_ckpt.formats.tensor_files import safetensors_in
 from parallel_ckpt.layout import DCP, DCP_METADATA, StepFolder
-from parallel_ckpt.load.fill import fill_all, match
+from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import Source, dcp_source, safetensors_source, weights_of
 from parallel_ckpt.ranks import Ranks, all_ranks
 from parallel_ckpt.state.model import aliases, model_shards
@@ -63,6 +63,7 @@ def _load_weights(
         source, weights = _open(where), model_shards(model)
         tied = aliases(model)
         keys = match(source.tensors, weights, tied, where="weights", allow_cast=allow_cast)
+        refuse_untied(source, weights, tied, keys, where="weights")
         return source, weights, keys
 
     source, weights, keys = ranks.together(plan)

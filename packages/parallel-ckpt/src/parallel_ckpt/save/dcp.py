@@ -38,6 +38,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.hashing import HashingWriter
+from parallel_ckpt.formats.limits import MAX_CHUNKS, MAX_METADATA_BYTES
+from parallel_ckpt.layout import DCP_METADATA
 from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.store.manifest import FileRecord
 
@@ -88,7 +90,18 @@ def write_part(folder: Path, shards: Mapping[str, Shard], rank: int) -> Part:
 
 
 def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
-    """Write `.metadata` for what all ranks wrote; size and checksum of it by name. Not flushed."""
+    """Write `.metadata` for what all ranks wrote; size and checksum of it by name. Not flushed.
+
+    Raises:
+        CheckpointError: there is more of it than a reader would take.
+    """
+    num_chunks = sum(len(part.plan.items) for part in parts)
+    if num_chunks > MAX_CHUNKS:
+        raise CheckpointError.of(
+            folder,
+            f"would hold {num_chunks:,} pieces of tensors, but up to {MAX_CHUNKS:,} are read.",
+            "Shard over fewer ranks: raise dp_replicate.",
+        )
     plans, metadata = create_default_global_save_plan([part.plan for part in parts])
     hints = {item.index: item.index for plan in plans for item in plan.items}
     results = [_with_hints(part.results, hints) for part in parts]
@@ -97,6 +110,13 @@ def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
     writer, files = _writer(folder)
     writer.set_up_storage_writer(is_coordinator=True)
     writer.finish(metadata, results)
+    size_bytes = files.records[DCP_METADATA][0]
+    if size_bytes > MAX_METADATA_BYTES:
+        raise CheckpointError.of(
+            folder / DCP_METADATA,
+            f"has {size_bytes:,} bytes, but up to {MAX_METADATA_BYTES:,} are read.",
+            "Shard over fewer ranks: raise dp_replicate.",
+        )
     return files.records
 
 

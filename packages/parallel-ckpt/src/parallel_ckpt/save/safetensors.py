@@ -19,6 +19,7 @@ from parallel_ckpt.formats.safetensors import Form, header_bytes, index_bytes, p
 from parallel_ckpt.layout import SAFETENSORS_INDEX
 from parallel_ckpt.ranks import MAIN, Ranks, all_ranks
 from parallel_ckpt.state.model import model_shards
+from parallel_ckpt.state.savable import savable
 from parallel_ckpt.state.shards import Shard, owned
 from parallel_ckpt.state.torch_dtypes import safetensors_name
 
@@ -41,7 +42,7 @@ def save_weights(model: nn.Module, folder: Path, *, max_shard_bytes: int = 5 * 1
         CheckpointError: the same on every rank when any rank failed.
     """
     ranks = all_ranks("save_weights")
-    shards = ranks.together(lambda: model_shards(model))
+    shards = ranks.together(lambda: savable(model_shards(model)))
     ranks.from_main(lambda: folder.mkdir(parents=True, exist_ok=True))
     own = owned(shards, ranks.rank, ranks.world_size, spread=False)
     return write_safetensors(folder, shards, own, ranks, max_shard_bytes)
@@ -60,19 +61,29 @@ def write_safetensors(
     """
     mine = {name: shards[name].box for name in own}
     boxes = _by_tensor(ranks.gather(mine))
-    forms = ranks.together(lambda: _forms(shards))
-    names = pack(forms, max_shard_bytes)
+    # Headers are made on every rank: one that is too long must stop all of them before the first
+    # box is sent.
+    forms, names = ranks.together(lambda: _plan(shards, max_shard_bytes))
     if not ranks.is_main:
         for file_names in names.values():
             _send(file_names, shards, mine, ranks)
     return _receive_all(folder, names, forms, shards, boxes, ranks)
 
 
-def _forms(shards: Mapping[str, Shard]) -> dict[str, Form]:
-    return {
+def _plan(
+    shards: Mapping[str, Shard], max_shard_bytes: int
+) -> tuple[dict[str, Form], dict[str, list[str]]]:
+    """What headers say of each tensor, and the tensors of each file."""
+    forms = {
         name: Form(safetensors_name(shard.local.dtype, name), shard.shape)
         for name, shard in shards.items()
     }
+    names = pack(forms, max_shard_bytes)
+    for tensors in names.values():
+        header_bytes(tensors, forms)
+    if len(names) > 1:
+        index_bytes(names, forms)
+    return forms, names
 
 
 def _receive_all(

@@ -27,6 +27,7 @@ from parallel_ckpt.state.model import named_tensors, shards_of
 from parallel_ckpt.state.optimizer import OptimizerState, Stateful, collect
 from parallel_ckpt.state.plain_json import dump_json
 from parallel_ckpt.state.rng import RngState
+from parallel_ckpt.state.savable import savable
 from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.store.manifest import is_safe_path
 
@@ -58,8 +59,8 @@ def take_snapshot(
     """Look at model, optimizer and random streams. No collective, and no tensor is copied.
 
     Raises:
-        CheckpointError: something could only be pickled, or has no place in the model, or `step`
-            or `samples_seen` is not a count.
+        CheckpointError: something could only be pickled, or has no place in the model, or could
+            not be read again, or `step` or `samples_seen` is not a count.
     """
     # One walk over the model: it reshards gathered units, whose parameters are other objects.
     tensors = named_tensors(model)
@@ -79,8 +80,8 @@ def take_snapshot(
     return Snapshot(
         step=at,
         samples_seen=seen,
-        weights=shards_of(tensors),
-        optimizer=state.shards,
+        weights=savable(shards_of(tensors)),
+        optimizer=savable(state.shards),
         documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
         rng=safetensors_bytes(dict(RngState.capture().tensors)),
     )

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.state.shards import Shard, shard_of
-from parallel_config import clean_fqn
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
+}
+"""Classes that stand in for a module of the user's, and the child that this module then is.
+
+By their name, because importing torch's compiler to ask for its class takes seconds.
+"""
 
 
 def bare_module(model: nn.Module) -> nn.Module:
     """The user's own model inside DDP and `torch.compile`, in any order of wrapping."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else None
-        inner = getattr(model, "_orig_mod", None) if inner is None else inner
-        if not isinstance(inner, nn.Module):
-            return model
+    while (child := _added_child(model)) in ("module", "_orig_mod"):
+        inner = model._modules[child]
+        assert inner is not None
         model = inner
+    return model
 
 
 def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,12 +44,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     FSDP2 units that are gathered at the moment (after an evaluation, say) are resharded first.
 
     Raises:
-        CheckpointError: a module keeps extra state, which could only be pickled.
+        CheckpointError: a module keeps extra state, which could only be pickled, or two tensors
+            have one name.
     """
     model = _resharded(model)
     _refuse_extra_state(model)
-    tensors = {clean_fqn(name): parameter for name, parameter in model.named_parameters()}
-    return tensors | dict(_persistent_buffers(model))
+    return _by_name([*_parameters(model), *_persistent_buffers(model)])
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -43,12 +57,11 @@ def aliases(model: nn.Module) -> dict[str, str]:
     model = bare_module(model)
     first: dict[int, str] = {}
     found: dict[str, str] = {}
-    everything: list[tuple[str, torch.Tensor]] = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+    everything: list[tuple[str, torch.Tensor]] = []
+    for members in ("_parameters", "_buffers"):
+        for prefix, module in _modules(model, every=True):
+            everything += _members(prefix, getattr(module, members))
     for name, tensor in everything:
-        name = clean_fqn(name)
         if first.setdefault(id(tensor), name) != name:
             found[name] = first[id(tensor)]
     return found
@@ -66,7 +79,69 @@ def model_shards(model: nn.Module) -> dict[str, Shard]:
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
     """FQN of each parameter, tied ones once; FSDP2 units are resharded first."""
-    return {p: clean_fqn(name) for name, p in _resharded(model).named_parameters()}
+    return {parameter: name for name, parameter in _parameters(_resharded(model))}
+
+
+def _modules(
+    module: nn.Module, prefix: str = "", *, every: bool = False, seen: set[int] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Each module by its FQN, in the order of `named_modules`: once, or with `every` of its names.
+
+    What a wrapper adds to a name goes because the wrapper is there, never because of how it is
+    spelt: a child of the user's own may be called `module` or `_orig_mod`.
+    """
+    seen = set() if seen is None else seen
+    if id(module) in seen and not every:
+        return
+    seen.add(id(module))
+    yield prefix, module
+    added = _added_child(module)
+    for name, child in module._modules.items():
+        if child is not None:
+            below = prefix if name == added else _joined(prefix, name)
+            yield from _modules(child, below, every=every, seen=seen)
+
+
+def _added_child(module: nn.Module) -> str | None:
+    """Name of the child that a wrapper stands in for; None where the module is not a wrapper."""
+    for base in type(module).__mro__:
+        if (child := _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")) is not None:
+            return child
+    return None
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """By FQN, tied ones under their first name only."""
+    seen: set[int] = set()
+    for prefix, module in _modules(model):
+        for name, parameter in _members(prefix, module._parameters):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+
+T = TypeVar("T", bound=torch.Tensor)
+
+
+def _members(prefix: str, tensors: Mapping[str, T | None]) -> Iterator[tuple[str, T]]:
+    return ((_joined(prefix, name), t) for name, t in tensors.items() if t is not None)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if name in found:
+            raise CheckpointError.of(
+                f"model.{name}",
+                "is the name of two tensors: a wrapper holds one beside the module that it wraps.",
+                "Register the wrapper's own tensor under another name.",
+            )
+        found[name] = tensor
+    return found
 
 
 def _resharded(model: nn.Module) -> nn.Module:
@@ -83,19 +158,19 @@ def _resharded(model: nn.Module) -> nn.Module:
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[int] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in _modules(model):
         for name, buffer in module._buffers.items():
             if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
-            yield clean_fqn(f"{prefix}.{name}" if prefix else name), buffer
+            yield _joined(prefix, name), buffer
 
 
 def _refuse_extra_state(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in _modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError.of(
-                f"model.{clean_fqn(name)}",
+                f"model.{name}",
                 f"({type(module).__name__}) keeps extra state through get_extra_state, which could "
                 "only be pickled.",
                 "Keep it in buffers.",

@@ -14,9 +14,11 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parameter import is_lazy
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.box import Box
@@ -59,18 +61,49 @@ def shard_of(tensor: torch.Tensor, name: str) -> Shard:
     """Box that this rank holds of a tensor or DTensor; no collective, nothing is copied.
 
     Raises:
-        CheckpointError: a DTensor holds pending sums, so that its value is not yet known.
+        CheckpointError: a DTensor holds pending sums, so that its value is not yet known, or the
+            tensor's values are not elements in memory.
     """
     if not isinstance(tensor, DTensor):
-        local = tensor.detach()
+        local = _plain(tensor, name)
         return Shard(local, tuple(tensor.shape), (0,) * tensor.ndim)
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointError.of(name, f"has pending sums over ranks ({tensor.placements}).")
     mesh = tensor.device_mesh
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    local = tensor.to_local().detach()
+    local = _plain(tensor.to_local(), name)
     offsets = tuple(offsets) if local.numel() else (0,) * tensor.ndim
     return Shard(local, tuple(tensor.shape), offsets, _holders(tensor))
+
+
+def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The same memory as a tensor of no other class, without a gradient.
+
+    A class that only adds methods goes, and nothing is lost. One that dispatches keeps its values
+    elsewhere than in the elements of a plain tensor; saved, it would be an object to unpickle.
+    """
+    kind = type(tensor)
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    elif is_lazy(tensor):
+        raise CheckpointError.of(
+            name, "does not have a shape yet: the module is lazy.", "Run its forward once."
+        )
+    elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError.of(
+            name,
+            f"is a {kind.__name__}, whose values are not plain elements in memory, so that no "
+            "checkpoint can hold it.",
+            "Keep its parts as parameters or buffers.",
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CheckpointError.of(
+                name, f"is a {layout} tensor, but only dense ones can be kept.", "Make it dense."
+            )
+        local = tensor.detach()
+        return local if type(local) is torch.Tensor else local.as_subclass(torch.Tensor)
 
 
 def _holders(tensor: DTensor) -> tuple[int, ...]:

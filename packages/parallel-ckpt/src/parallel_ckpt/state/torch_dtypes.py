@@ -8,6 +8,7 @@ import torch
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
+from parallel_ckpt.formats.limits import shown
 
 SAFETENSORS_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, name): stored for name, stored in SAFETENSORS_BY_TORCH.items()
@@ -31,7 +32,16 @@ def safetensors_name(dtype: torch.dtype, where: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that torch calls by this name; readers admit no other names."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
+    """The dtype that torch calls by this name.
+
+    Raises:
+        CheckpointError: this torch does not have it; a newer one wrote it.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError.of(
+            f"dtype {shown(name)}",
+            f"is stored, but torch {torch.__version__} does not have it.",
+            "Use the torch that wrote the checkpoint, or a newer one.",
+        )
     return dtype
