@@ -63,15 +63,10 @@ TORCH_ITEM_BYTES: Mapping[str, int] = {
     "complex32": 4,
     "bcomplex32": 4,
     "complex128": 16,
-    "bits1x8": 1,
-    "bits2x4": 1,
-    "bits4x2": 1,
-    "bits8": 1,
-    "bits16": 2,
 }
 """Bytes of one element by the dtype's name in torch: what DCP can hold.
 
-torch itself can neither copy nor save those that are missing: integers of fewer than 8 bits, and
+torch's DCP cannot save those that are missing: integers of fewer than 8 bits, the `bits` types, and
 quantized tensors, whose scale is not among their bytes.
 """
 

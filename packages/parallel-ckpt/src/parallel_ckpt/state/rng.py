@@ -101,14 +101,12 @@ class RngState:
         # With one word left the words are made anew before the next draw.
         fits = left == 1 or left + following <= _WORDS + 1
         _require(fits, "torch", f"is at word {following} with {left} of {_WORDS} left")
-        if "cuda" in self.tensors:
-            _numbers(self.tensors, "cuda", torch.uint8, _CUDA_BYTES)
+        if _has_cuda() and "cuda" in self.tensors:
+            _numbers(self.tensors, "cuda", torch.uint8, torch.cuda.get_rng_state().numel())
 
 
 _WORDS = 624
 """Of a Mersenne twister, which all three libraries use."""
-_CUDA_BYTES = 16
-"""Seed and offset of torch's generator on CUDA."""
 
 
 def _numbers(
