@@ -200,6 +200,14 @@ def kill(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def power(session: nox.Session) -> None:
+    """Cut the power after every call of a save. The arguments are the states and the processes."""
+    _workspace(session)
+    arguments = session.posargs or ["100000", "2"]
+    _run(session, "python", "packages/parallel-ckpt/tests/test_power_loss.py", *arguments, env=CPU)
+
+
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """Check every link, command and flag in the documentation."""
     _workspace(session)

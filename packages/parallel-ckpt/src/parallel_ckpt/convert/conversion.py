@@ -27,7 +27,7 @@ from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
 from parallel_ckpt.formats.hashing import FileRecord, hash_file, hashed_file
 from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
-from parallel_ckpt.store.commit import flush_folder
+from parallel_ckpt.store.commit import flush_folder, make_folder
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.integrity import file_problems
 from parallel_ckpt.store.manifest import Manifest, read_manifest
@@ -210,7 +210,7 @@ def _convert_to(
     progress: Progress | None,
 ) -> None:
     """A new folder with everything that using the model needs, by one rename."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     with temporary_folder(target.parent, f".{target.name}.converting-") as temporary:
         _write_checked(source, temporary, files, progress)
         if len(files) > 1:
@@ -221,7 +221,11 @@ def _convert_to(
         for path, _, _ in os.walk(temporary, topdown=False):
             flush_folder(Path(path))
         os.replace(temporary, target)
-        flush_folder(target.parent)
+        try:
+            flush_folder(target.parent)
+        except OSError:
+            os.replace(target, temporary)  # which is removed now
+            raise
 
 
 def _convert_in_place(

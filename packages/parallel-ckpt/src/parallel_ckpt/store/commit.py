@@ -2,11 +2,14 @@
 
 Everything is written under a hidden name and becomes a checkpoint by one rename. So a process can
 be killed between any two system calls here: what was committed before stays, and `store/mend.py`
-puts right what is left over. The order of the calls is what makes this true; each says why.
+puts right what is left over. The same holds when the power fails: decision 0015 says what a disk
+may forget. The order of the calls is what makes this true; each says why.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -25,6 +28,9 @@ from parallel_ckpt.layout import (
     step_name,
 )
 from parallel_ckpt.store.manifest import Manifest, parse_manifest
+
+_CANNOT_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""What a file system says that cannot flush folders. After any other error names are not safe."""
 
 
 def begin(run: RunFolder, step: int) -> StepFolder:
@@ -60,25 +66,40 @@ def commit(
     _flush_folders(temporary.path)
     final = run.step(manifest.step)
     former = run.hidden(manifest.step, REPLACED, token())
+    before = read_last(run)
     # A rename does not replace a folder that holds files, so the former checkpoint steps aside. A
     # death between these two renames leaves its step without a folder: `mend` puts it back.
     if os.path.lexists(final.path):
         os.rename(final.path, former)
+    notes: list[str] = []
     try:
         os.rename(temporary.path, final.path)  # from here on the checkpoint exists
+        # After the rename: `last` never points at something that is not there.
+        with noting(notes, f"{run.last}: does not point at {final.path.name} yet"):
+            point_last(run, manifest.step)
+        # One flush for all three names. Until it is done, the former one is the only safe copy.
+        flush_folder(run.checkpoints)
     except OSError:
-        if os.path.lexists(former):
-            os.rename(former, final.path)
+        _undo(run, temporary, former, manifest.step, before)
         raise
-    notes: list[str] = []
-    # After the rename: `last` never points at something that is not there.
-    with noting(notes, f"{run.last}: does not point at {final.path.name} yet"):
-        point_last(run, manifest.step)  # flushes the renames too
-    # At the very end: until the new names are on disk, the former one is the only safe copy.
     with noting(notes, f"{final.path}: saved; what it replaced is not removed"):
         if os.path.lexists(former):
             take_apart(run, former, manifest.step)
     return notes
+
+
+def _undo(
+    run: RunFolder, temporary: StepFolder, former: Path, step: int, before: int | None
+) -> None:
+    """Give every name back what it had before a commit that failed."""
+    final = run.step(step).path
+    if not os.path.lexists(temporary.path):
+        os.rename(final, temporary.path)
+    if os.path.lexists(former):
+        os.rename(former, final)
+    with contextlib.suppress(OSError):  # `last` is mended by the next one who opens the run
+        if before is not None and read_last(run) != before:
+            point_last(run, before)
 
 
 def abandon(temporary: StepFolder) -> None:
@@ -92,23 +113,21 @@ def delete(run: RunFolder, step: int) -> None:
 
 
 def point_last(run: RunFolder, step: int) -> None:
-    """Point `last` at a committed step in one move.
+    """Point `last` at a committed step in one move; the caller flushes the folder.
 
     Where the file system has no links, `last` is a file that holds the name. A folder of that name
-    (a copied tree) is left alone: checkpoints are found by their manifests, not by `last`. All
-    names in the folder are on disk when it returns.
+    (a copied tree) is left alone: checkpoints are found by their manifests, not by `last`.
     """
     if run.last.is_dir() and not run.last.is_symlink():
-        flush_folder(run.checkpoints)
         return
     name = step_name(step)
     spare = run.last.with_name(f".{run.last.name}.{token()}")
     try:
         os.symlink(name, spare)
     except OSError:
-        spare.write_text(name + "\n", encoding="utf-8")
+        with hashed_file(spare) as file:  # flushed: the name must not lead to an empty file
+            file.write(f"{name}\n".encode())
     os.replace(spare, run.last)  # a new link over the old one: no moment without `last`
-    flush_folder(run.checkpoints)
 
 
 def read_last(run: RunFolder) -> int | None:
@@ -126,13 +145,33 @@ def read_last(run: RunFolder) -> int | None:
     return step if step is not None and run.step(step).is_committed else None
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder with its parents; all their names are on disk when it returns."""
+    path.mkdir(parents=True, exist_ok=True)
+    # Whichever of them is new, and who has made it, is not known. Flushing what is on disk already
+    # costs next to nothing.
+    for folder in path.absolute().parents:
+        try:
+            flush_folder(folder)
+        except PermissionError:
+            return  # We cannot have made a name in it.
+        if os.path.ismount(folder):
+            return
+
+
 def flush_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut, where the file system can do so."""
+    """Make the names in a folder survive a power cut, where the file system can do so.
+
+    Raises:
+        OSError: they may not survive it.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
-        pass  # Some network file systems refuse to sync a folder; their renames are durable.
+    except OSError as error:
+        # Some network file systems refuse to flush a folder; their renames are durable.
+        if error.errno not in _CANNOT_FLUSH:
+            raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 
@@ -147,6 +186,8 @@ def take_apart(run: RunFolder, path: Path, step: int) -> None:
     """Remove a checkpoint. It is renamed first: under the new name it is never put back."""
     doomed = run.hidden(step, DELETED, token())
     os.rename(path, doomed)
+    # A disk may forget the rename and keep the removals: half a checkpoint would have the old name.
+    flush_folder(run.checkpoints)
     remove(doomed)
 
 

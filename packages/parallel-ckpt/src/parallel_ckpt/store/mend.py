@@ -17,7 +17,14 @@ from parallel_ckpt.layout import (
     step_name,
 )
 from parallel_ckpt.ranks import Ranks, all_ranks
-from parallel_ckpt.store.commit import noting, point_last, remove, take_apart
+from parallel_ckpt.store.commit import (
+    flush_folder,
+    make_folder,
+    noting,
+    point_last,
+    remove,
+    take_apart,
+)
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import sequence_of
 
@@ -51,7 +58,7 @@ def open_run(run: RunFolder, ranks: Ranks) -> tuple[RunLock | None, list[str]]:
     token = uuid.uuid4().hex
 
     def take() -> tuple[list[str], str]:
-        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(run.checkpoints)
         lock, notes = RunLock.acquire(run.lock)
         held.append(lock)
         # Only under the lock: without it the same folders may be a save that is under way.
@@ -99,7 +106,12 @@ def mend(run: RunFolder) -> list[str]:
         home = run.step(aside.step).path
         os.rename(aside.path, home)
         notes.append(f"{home}: put back; its replacement was never finished.")
-    for hidden in run.hidden_folders():
+    hidden_folders = run.hidden_folders()
+    if hidden_folders:
+        # A process that was killed may have left renames that are not on disk yet. Removing what
+        # they have moved away would empty it under its former name after a power cut.
+        flush_folder(run.checkpoints)
+    for hidden in hidden_folders:
         name = hidden.path.name
         with noting(notes, f"{name}: left by a save that did not finish, and not removed"):
             # A replaced checkpoint is still whole: a death while it is removed in place would
@@ -123,6 +135,7 @@ def _mend_last(run: RunFolder) -> list[str]:
     if steps and os.path.islink(run.last) and not run.last.exists():
         with noting(notes, f"{run.last}: points at nothing"):
             newest = max(steps, key=lambda step: (_order(run.step(step)), step))
+            # Not flushed: the next one who opens the run would do it again.
             point_last(run, newest)
             notes.append(f"{run.last}: pointed at nothing; now at {step_name(newest)}.")
     return notes
