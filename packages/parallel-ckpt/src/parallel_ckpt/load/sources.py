@@ -20,7 +20,7 @@ from parallel_ckpt.formats.dcp_item import MalformedItem
 from parallel_ckpt.formats.safetensors import read_tensors
 from parallel_ckpt.formats.stored import Piece, StoredTensor
 from parallel_ckpt.formats.tensor_files import OpenFiles, safetensors_in
-from parallel_ckpt.state.shards import Shard
+from parallel_ckpt.state.shards import Shard, flat_bytes
 from parallel_ckpt.state.torch_dtypes import torch_dtype
 from parallel_ckpt.store.contents import Contents
 
@@ -126,8 +126,7 @@ def _put(values: torch.Tensor, place: torch.Tensor) -> None:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype are equal, NaN and signed zeros included."""
-    pair = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(*pair)
+    return torch.equal(flat_bytes(one.contiguous()), flat_bytes(other.contiguous()))
 
 
 def _rows(piece: Piece, common: Box, item_bytes: int) -> tuple[Box, int]:
@@ -154,7 +153,7 @@ def _read_into(tensor: torch.Tensor, file: int, begin: int) -> None:
     """Fill a contiguous tensor in host memory with the bytes of a file from `begin` on."""
     if not tensor.numel():
         return
-    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    view = flat_bytes(tensor).numpy().data
     while view:
         count = os.preadv(file, [view], begin)
         if not count:

@@ -20,7 +20,7 @@ from parallel_ckpt.layout import SAFETENSORS_INDEX
 from parallel_ckpt.ranks import MAIN, Ranks, all_ranks
 from parallel_ckpt.state.model import model_shards
 from parallel_ckpt.state.savable import savable
-from parallel_ckpt.state.shards import Shard, owned
+from parallel_ckpt.state.shards import Shard, flat_bytes, owned
 from parallel_ckpt.state.torch_dtypes import safetensors_name
 
 Files = dict[str, tuple[int, str]]
@@ -140,7 +140,7 @@ def _write_tensor(file: HashingWriter, tensor: torch.Tensor) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's contiguous bytes in host memory, as a flat uint8 tensor."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor.detach().cpu().contiguous())
 
 
 def _pieces(

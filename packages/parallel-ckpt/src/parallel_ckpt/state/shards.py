@@ -76,6 +76,12 @@ def shard_of(tensor: torch.Tensor, name: str) -> Shard:
     return Shard(local, tuple(tensor.shape), offsets, _holders(tensor))
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor in its own memory, as a flat uint8 tensor."""
+    # One element alone is contiguous whatever its stride is, but `view` asks for a stride of 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The same memory as a tensor of no other class, without a gradient.
 
