@@ -52,7 +52,7 @@ from parallel_engine.materialize import (
 )
 from parallel_engine.metrics import MetricNames
 from parallel_engine.nonfinite import NonFinite, OnNonFinite
-from parallel_engine.optimizers import build, check_given
+from parallel_engine.optimizers import build, check_given, step_mixed_groups_one_by_one
 from parallel_engine.plan import ShardPlan, plan
 from parallel_engine.process import TIMEOUT, choose_device, connect
 from parallel_engine.same_on_ranks import begin_alike, require_same_config
@@ -234,6 +234,7 @@ class Engine:
         order = None
         if policy:
             preflight.verify_sharded(wrapped, ready, units, replicated)
+            step_mixed_groups_one_by_one(ready)
             order = self._failures.order = UnitOrder(wrapped, self.topology.world_size)
             if self.is_main:
                 log_units(wrapped, policy.source)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -14,6 +17,8 @@ from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology
 from parallel_engine import preflight
 from parallel_engine.types import OptimizerFactory, Scheduler, SchedulerFactory
 from parallel_engine.wrapping import forward_methods
+
+log = logging.getLogger("parallel_engine")
 
 
 def require(name: str, value: object, kind: type[object]) -> None:
@@ -105,6 +110,30 @@ def build(
     built = scheduler(optimizer) if _is_factory(scheduler) else cast("Scheduler | None", scheduler)
     _takes_no_metric(built)
     return optimizer, built
+
+
+def step_mixed_groups_one_by_one(optimizer: Optimizer) -> None:
+    """Groups that hold sharded and whole parameters are updated tensor by tensor; says so.
+
+    torch updates all tensors of a group at once, on CUDA also where nobody asks for it, and
+    refuses to mix a DTensor with a plain tensor there. A group is not split in two: the schedule
+    and checkpoints know the groups as they were given.
+    """
+    told = []
+    for index, group in enumerate(inner_optimizer(optimizer).param_groups):
+        kinds = {isinstance(p, DTensor) for p in group["params"] if p.requires_grad}
+        given = {name: group[name] for name in ("foreach", "fused") if name in group}
+        left_to_torch = bool(given) and all(value is None for value in given.values())
+        if len(kinds) < 2 or not (any(given.values()) or left_to_torch):
+            continue
+        group.update(dict.fromkeys(given, False))
+        told.append(str(index))
+    if told and (not dist.is_initialized() or dist.get_rank() == 0):
+        log.info(
+            "optimizer.param_groups[%s] hold sharded and whole parameters (0-dim ones, or those of "
+            "fsdp.ignored_modules), so they are updated one by one: foreach and fused are off. "
+            "Give the whole ones a group of their own to keep them on", ", ".join(told),
+        )  # fmt: skip
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
