@@ -8,6 +8,7 @@ from torch import nn
 
 from parallel_config import (
     AcceleratorConfig,
+    CompileConfig,
     ConfigError,
     DDPConfig,
     FSDPConfig,
@@ -297,3 +298,75 @@ def test_a_branch_that_one_rank_takes_ends_on_both_or_works():
         assert "--accelerator.ddp.find_unused_parameters" in outcome.error
     losses = run_ranks(a_branch_on_rank_1, 2, True, init=False)
     assert losses[0] == losses[1]
+
+
+def test_dtypes_that_a_wrap_unit_cannot_hold_together():
+    model = Net()
+    model.blocks[1].linear.bias.data = model.blocks[1].linear.bias.data.bfloat16()
+    assert refusal(model) == (
+        "model.blocks.1 holds trainable parameters of 2 dtypes in one wrap unit: "
+        "blocks.1.linear.weight is float32, blocks.1.linear.bias is bfloat16. Give them one dtype "
+        "(model.float()) and compute in another one with --accelerator.mixed_precision "
+        "(AcceleratorConfig.mixed_precision); or make the other module a wrap unit "
+        "(--accelerator.fsdp.wrap_modules, FSDPConfig.wrap_modules) or leave it whole "
+        "(--accelerator.fsdp.ignored_modules, FSDPConfig.ignored_modules)."
+    )
+    root = Net()
+    root.head.double()
+    root.register_parameter("code", nn.Parameter(torch.ones(4)))
+    assert "model holds trainable parameters of 2 dtypes in one wrap unit (the root)" in refusal(
+        root
+    )
+
+
+def test_dtypes_that_train_side_by_side_are_no_problem():
+    """Each unit has one; or the odd one is frozen, whole, or widened; or nothing is sharded."""
+    odd = Net()
+    odd.blocks[1].linear.bias.data = odd.blocks[1].linear.bias.data.bfloat16()
+
+    def check(model, topology=SHARDED, **config):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        preflight.check(model, optimizer, AcceleratorConfig(**config), topology, CPU)
+
+    check(odd, Topology())
+    check(odd, mixed_precision="bf16")
+    check(odd, fsdp=FSDPConfig(ignored_modules=("blocks.1",)))
+    odd.blocks[1].linear.bias.requires_grad_(False)
+    check(odd)
+    apart = Net()
+    apart.blocks[1].bfloat16()
+    check(apart)
+
+
+def test_a_backend_that_torch_does_not_have():
+    for topology in (SHARDED, Topology()):
+        text = refusal(
+            Net(), topology=topology, compile=CompileConfig(enable=True, backend="inducter")
+        )
+        assert text.startswith(
+            "accelerator.compile.backend = 'inducter' is not a backend of torch.compile here; it "
+            "has: "
+        )
+        assert "aot_eager" in text
+        assert "inductor" in text
+    preflight.check(
+        Net(), None, AcceleratorConfig(compile=CompileConfig(enable=True, backend="eager")),
+        SHARDED, CPU,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_of_sharded_weights(mode):
+    compiled = CompileConfig(enable=True, mode=mode)
+    assert refusal(Net(), compile=compiled) == (
+        f"accelerator.compile.mode = {mode} with parallelism.dp_shard > 1: it replays CUDA graphs, "
+        "which read weights at fixed addresses, and a unit's weights are gathered to new ones each "
+        "time. Use --accelerator.compile.mode default."
+    )
+    for config, topology in [
+        (compiled, Topology(dp_replicate=2)),
+        (CompileConfig(mode=mode), SHARDED),
+        (CompileConfig(enable=True, mode=mode, backend="eager"), SHARDED),
+    ]:
+        preflight.check(Net(), None, AcceleratorConfig(compile=config), topology, CPU)

@@ -15,7 +15,7 @@ from parallel_config import ConfigError, ParallelismConfig
 from parallel_config.environment import LaunchFacts
 from parallel_engine import Engine, connect, unwrap
 from parallel_engine.accelerate_build import launch_of, with_index
-from parallel_engine.process import choose_device
+from parallel_engine.process import choose_device, process_groups, shared_device, timeout_of
 from parallel_engine.rendezvous import fresh, meet
 from parallel_testing.ranks import rank_outcomes, run_ranks
 
@@ -108,6 +108,38 @@ def test_more_ranks_than_devices_is_told_before_the_ranks_meet(monkeypatch):
     with pytest.raises(ConfigError, match="LOCAL_RANK = 2, but this process sees 2 CUDA devices"):
         choose_device(None, facts(rank=2, local_rank=2, world_size=4))
     assert choose_device("cpu", facts(rank=2, local_rank=2)) == torch.device("cpu")
+
+
+def test_a_rank_that_sees_one_device_takes_it_and_two_ranks_never_share_one(monkeypatch):
+    monkeypatch.delenv("PARALLEL_DEVICE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for rank in (0, 3):
+        found = choose_device(None, facts(rank=rank, local_rank=rank, world_size=4))
+        assert found == torch.device("cuda", 0)
+    assert shared_device([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")]) is None
+    problem = shared_device([("a", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-2")])
+    assert problem.path == "device"
+    assert problem.message.startswith("is the same for ranks 1 and 2: GPU-2 on b.")
+
+
+def timeouts_of_groups(is_running):
+    asked = datetime.timedelta(seconds=77)
+    if is_running:
+        dist.init_process_group("gloo", timeout=asked)
+    degrees = ParallelismConfig(dp_replicate=2, dp_shard=2)
+    engine = Engine(parallelism=degrees, device="cpu", timeout=asked)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model._fsdp_wrap_modules = ("Linear",)
+    engine.prepare(model, None, None, None)
+    return [timeout_of(group, torch.device("cpu")).total_seconds() for group in process_groups()]
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["launched", "a group of one's own"])
+def test_every_group_of_a_mesh_has_the_timeout_that_was_asked_for(is_running):
+    for seconds_ in run_ranks(timeouts_of_groups, 4, is_running, init=False):
+        assert len(seconds_) >= 3  # the launch's, and one for each axis of the mesh
+        assert set(seconds_) == {77.0}
 
 
 def test_a_device_that_was_chosen_is_the_one_that_accelerate_runs_on(monkeypatch):

@@ -14,7 +14,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
 import torch
 from accelerate import Accelerator
@@ -54,7 +54,13 @@ from parallel_engine.metrics import MetricNames
 from parallel_engine.nonfinite import NonFinite, OnNonFinite
 from parallel_engine.optimizers import build, check_given, step_mixed_groups_one_by_one
 from parallel_engine.plan import ShardPlan, plan
-from parallel_engine.process import TIMEOUT, choose_device, connect
+from parallel_engine.process import (
+    TIMEOUT,
+    choose_device,
+    connect,
+    process_groups,
+    with_timeout_of_world,
+)
 from parallel_engine.same_on_ranks import begin_alike, require_same_config
 from parallel_engine.types import Batch, OptimizerFactory, Scheduler, SchedulerFactory
 from parallel_engine.unit_order import UnitOrder
@@ -123,6 +129,7 @@ class Engine:
         self._failures = Failures(self.rank, self.topology.world_size, name)
         self._accelerator: Accelerator | None = None
         self._updates: Update | None = None
+        self._trains = True
 
     @property
     def rank(self) -> int:
@@ -146,6 +153,17 @@ class Engine:
             raise RuntimeError("engine.accelerator is there after engine.prepare(...)")
         return self._accelerator
 
+    @overload
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: None,
+        scheduler: None,
+        loader: Loader,
+        *,
+        fill: Fill | None = None,
+    ) -> tuple[nn.Module, None, None, Loader]: ...
+    @overload
     def prepare(
         self,
         model: nn.Module,
@@ -154,10 +172,22 @@ class Engine:
         loader: Loader,
         *,
         fill: Fill | None = None,
-    ) -> tuple[nn.Module, Optimizer, Scheduler | None, Loader]:
+    ) -> tuple[nn.Module, Optimizer, Scheduler | None, Loader]: ...
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerFactory | None,
+        scheduler: Scheduler | SchedulerFactory | None,
+        loader: Loader,
+        *,
+        fill: Fill | None = None,
+    ) -> tuple[nn.Module, Optimizer | None, Scheduler | None, Loader]:
         """Collective: every rank. Returns (model, optimizer, scheduler, loader), ready.
 
-        `scheduler` and `loader` may be None. The optimizer is built before, on the whole model, or
+        `scheduler` and `loader` may be None. Without an optimizer the model is for evaluation and
+        inference alone: it is sharded where the degrees say so, and it is not wrapped in DDP.
+
+        The optimizer is built before, on the whole model, or
         given as a function `model -> optimizer`, which then sees the sharded one: needed where it
         makes its state at once, as Adagrad does. The scheduler is then `optimizer -> scheduler`.
 
@@ -189,21 +219,23 @@ class Engine:
     def _prepare(
         self,
         model: nn.Module,
-        optimizer: Optimizer | OptimizerFactory,
+        optimizer: Optimizer | OptimizerFactory | None,
         scheduler: Scheduler | SchedulerFactory | None,
         loader: Loader,
         fill: Fill | None,
         names: Sequence[str],
-    ) -> tuple[nn.Module, Optimizer, Scheduler | None, Loader]:
+    ) -> tuple[nn.Module, Optimizer | None, Scheduler | None, Loader]:
         """Collective: every rank. As `prepare`, for a model with these entry points that fits."""
+        groups_before = process_groups() if self.topology.world_size > 1 else []
         sharded, on_meta = self.topology.is_sharded, is_on_meta(model)
         built_late = sharded and not isinstance(optimizer, Optimizer)
         # Values come before DDP wraps, which sends those of rank 0; a sharded model gets its
         # memory after it is cut, so that no rank ever holds the whole.
         if not sharded:
             materialize(model, on_meta, fill, self.config, self.topology, self.device)
-        if not built_late:
-            optimizer, scheduler = together(lambda: build(model, optimizer, scheduler))
+        if optimizer is not None and not built_late:
+            given = optimizer
+            optimizer, scheduler = together(lambda: build(model, given, scheduler))
         policy = resolve_wrap_policy(model, self.config.fsdp) if sharded else None
         units = wrap_units(model, policy) if policy else units_without_shards(model, self.config)
         ignored = preflight.ignored_modules(model, self.config) if sharded else []
@@ -212,16 +244,18 @@ class Engine:
         with only_with_size(model, units.values() if sharded else None), without_mesh_warnings():
             if built_late:
                 wrapped = shard_alone(model, accelerator)
+            elif optimizer is None:
+                wrapped = accelerator.prepare_model(model, evaluation_mode=True)
             else:
                 wrapped, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         if sharded:
             materialize(wrapped, on_meta, fill, self.config, self.topology, self.device)
-        if built_late:
+        if built_late and optimizer is not None:
             optimizer, scheduler = build(wrapped, optimizer, scheduler)
             optimizer = accelerator.prepare_optimizer(optimizer)
             scheduler = scheduler and accelerator.prepare_scheduler(scheduler)
         # Built above, one way or the other; accelerate's wrappers are an Optimizer and a Scheduler.
-        ready, schedule = cast(Optimizer, optimizer), cast("Scheduler | None", scheduler)
+        ready, schedule = cast("Optimizer | None", optimizer), cast("Scheduler | None", scheduler)
         prepare_entry_points(
             wrapped,
             model,
@@ -234,7 +268,8 @@ class Engine:
         order = None
         if policy:
             preflight.verify_sharded(wrapped, ready, units, replicated)
-            step_mixed_groups_one_by_one(ready)
+            if ready is not None:
+                step_mixed_groups_one_by_one(ready)
             order = self._failures.order = UnitOrder(wrapped, self.topology.world_size)
             if self.is_main:
                 log_units(wrapped, policy.source)
@@ -250,6 +285,8 @@ class Engine:
             order=order,
             values_missing=on_meta and fill is None,
         )
+        self._trains = ready is not None
+        with_timeout_of_world(groups_before)
         return wrapped, ready, schedule, prepare_loader(loader, accelerator, self.device)
 
     def plan(
@@ -322,11 +359,13 @@ class Engine:
         loss_fn: LossFn[Batch],
         *,
         clip_norm: float | None = None,
+        stop: Callable[[], bool] | None = None,
     ) -> StepReport:
         """Collective: every rank. One optimizer update over the window, see `update.py`.
 
         `loss_fn(model, batch)` returns a 0-dim mean or a `Loss`, alone or with a dict of metrics,
-        whose names may differ between batches and ranks; or an `Answer`. After an error no
+        whose names may differ between batches and ranks; or an `Answer`. `stop` is asked once,
+        after the last backward, and `report.stop` says whether any rank did. After an error no
         gradients are left, so that a window may be tried again; not so where it broke off a
         backward pass of several ranks.
 
@@ -335,8 +374,13 @@ class Engine:
             UnitOrderError: on every rank, before the update: ranks ran different wrap units.
             PeerError: another rank failed; its error is quoted.
         """
+        if not self._trains:
+            raise RuntimeError(
+                "engine.step updates a model that was prepared with an optimizer; this one was "
+                "prepared for evaluation alone: engine.prepare(model, None, ...)"
+            )
         return self._prepared.run(
-            model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=clip_norm
+            model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=clip_norm, stop=stop
         )
 
     def micro_batch(self, model: nn.Module, index: int, count: int) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -41,31 +42,29 @@ def without_sync(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def require_all_used(model: nn.Module, *, allowed: bool) -> None:
-    """Check that DDP reduced every gradient of the last backward.
+def unused_parameters(model: nn.Module, *, allowed: bool) -> UnusedParametersError | None:
+    """The error of parameters whose gradients DDP did not reduce in the last backward, if any.
 
     DDP does not reduce a bucket in which it still waits for a gradient, and its next forward would
-    fail. The gradient may be there all the same, from an earlier micro-batch.
-
-    Raises:
-        UnusedParametersError: parameters took no part in the loss; gives their names, and the flag
-            that allows them.
+    fail. The gradient may be there all the same, from an earlier micro-batch. The error gives
+    their names, and the flag that allows them.
     """
     if allowed or not isinstance(model, DistributedDataParallel):
-        return
+        return None
     named = model.module.named_parameters()
     unused = [clean_fqn(name) for name, p in named if p.requires_grad and p.grad is None]
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         unused = _names_in(str(error), model)
-    if unused:
-        shown = ", ".join(unused[:_MAX_LISTED]) + (" ..." if len(unused) > _MAX_LISTED else "")
-        raise UnusedParametersError(
-            f"{len(unused)} trainable parameters took no part in the loss of the last micro-batch: "
-            f"{shown}. Freeze them, or allow it with --accelerator.ddp.find_unused_parameters "
-            "(DDPConfig.find_unused_parameters)."
-        )
+    if not unused:
+        return None
+    shown = ", ".join(unused[:_MAX_LISTED]) + (" ..." if len(unused) > _MAX_LISTED else "")
+    return UnusedParametersError(
+        f"{len(unused)} trainable parameters took no part in the loss of the last micro-batch: "
+        f"{shown}. Freeze them, or allow it with --accelerator.ddp.find_unused_parameters "
+        "(DDPConfig.find_unused_parameters)."
+    )
 
 
 def _names_in(message: str, model: DistributedDataParallel) -> list[str]:
@@ -90,18 +89,46 @@ def average_replicated(model: nn.Module, world_size: int) -> None:
         parameter.grad /= world_size
 
 
-def scale_and_clip(
-    parameters: Sequence[nn.Parameter], *, scale: float, max_norm: float | None
-) -> float:
-    """Collective: every rank. Scale gradients, then clip them by their true global norm.
+def square_share(parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """Share of this rank in the squared 2-norm of all gradients; the shares add up to it.
 
-    Returns the norm after scaling and before clipping, the same on every rank; not finite when any
-    gradient on any rank is not. Nothing is changed in that case.
+    0-dim, float64, on `device`. Each element counts once: a shard on the first of its replicas,
+    and what is whole on every rank on rank 0.
     """
+    sharded: dict[DeviceMesh, list[Tensor]] = {}
+    whole: list[Tensor] = []
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        if isinstance(gradient, DTensor):
+            sharded.setdefault(gradient.device_mesh, []).append(gradient.to_local())
+        else:
+            whole.append(gradient)
+    # The last axis shards; over the axis in front of it (HSDP) the shards are replicas.
+    mine = [g for mesh, locals_ in sharded.items() if _is_first_replica(mesh) for g in locals_]
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return _square_sum([*mine, *(whole if is_first else ())], device)
+
+
+def global_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """Collective where sharded. 2-norm of all gradients, the same on every rank."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = _global_norm(gradients) * scale
+    device = gradients[0].device if gradients else torch.device("cpu")
+    if any(isinstance(gradient, DTensor) for gradient in gradients):
+        square = square_share(parameters, device)
+        dist.all_reduce(square)
+    else:  # whole gradients are the same on every rank already
+        square = _square_sum(gradients, device)
+    return math.sqrt(square.item())
+
+
+def scale_and_clip(
+    parameters: Sequence[nn.Parameter], *, norm: float, scale: float, max_norm: float | None
+) -> None:
+    """Scale gradients, then clip them to `max_norm`, where `norm` is theirs after scaling.
+
+    Nothing is changed where `norm` is not finite.
+    """
     if not norm < float("inf"):  # NaN included, which compares as false
-        return norm
+        return
     factor = scale
     if max_norm is not None:
         factor *= min(
@@ -109,34 +136,18 @@ def scale_and_clip(
         )  # as torch's clip_grad_norm_, for equal numbers
     # One pass for both. It is left out where it changes nothing: it reads and writes every byte.
     if factor != 1.0:
-        torch._foreach_mul_([local(g) for g in gradients], factor)
-    return norm
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
-def _global_norm(gradients: Sequence[Tensor]) -> float:
-    """2-norm over all gradients. Each element of a sharded gradient counts once."""
-    sharded: dict[DeviceMesh, list[Tensor]] = {}
-    whole: list[Tensor] = []
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            sharded.setdefault(gradient.device_mesh, []).append(gradient.to_local())
-        else:
-            whole.append(gradient)
-    square = _square_sum(whole)  # the same on every rank already, so it is not summed
-    for mesh, locals_ in sharded.items():
-        part = _square_sum(locals_)
-        # The last axis shards; over the axis in front of it (HSDP) the shards are replicas.
-        dist.all_reduce(part, group=mesh.get_group(mesh.ndim - 1))
-        square = square + part
-    return float(square.sqrt())
+def _is_first_replica(mesh: DeviceMesh) -> bool:
+    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
 
-def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """On the CPU: a group has a CPU backend on every kind, also where shards are offloaded."""
-    if not tensors:
-        return torch.zeros((), dtype=torch.float64)
+def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not tensors:  # made where it is needed: to send it there would make the host wait
+        return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch.stack(torch._foreach_norm([t.detach() for t in tensors]))
-    return norms.double().square().sum().cpu()
+    return norms.double().square().sum().to(device)
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -24,10 +24,19 @@ class MetricNames:
     def reduce(
         self, numbers: Sequence[float], metrics: Mapping[str, tuple[float, float]]
     ) -> tuple[list[float], dict[str, float]]:
-        """Collective: every rank, each with as many `numbers`. Their sums, and every metric's mean.
+        """Collective: every rank, as `sums`. The sums of `numbers`, and every metric's mean."""
+        sums, pairs = self.sums(numbers, metrics)
+        means = {name: total / weight for name, (total, weight) in pairs.items() if weight > 0}
+        return sums, dict(sorted(means.items()))
 
-        `metrics` holds, by name, this rank's weighted sum and the sum of its weights. This is one
-        small all-reduce, and two exchanges more where any rank has a name for the first time.
+    def sums(
+        self, numbers: Sequence[float], metrics: Mapping[str, tuple[float, float]]
+    ) -> tuple[list[float], dict[str, tuple[float, float]]]:
+        """Collective: every rank, each with as many `numbers`. What they add up to.
+
+        `metrics` holds, by name, this rank's weighted sum and the sum of its weights; what is
+        returned holds every name that any rank knows of, in the same order on every rank. This is
+        one small all-reduce, and two exchanges more where a rank has a name for the first time.
         """
         new = sorted(metrics.keys() - set(self._known))
         some_new, *sums = _summed([float(bool(new)), *numbers, *_pairs(self._known, metrics)])
@@ -36,9 +45,8 @@ class MetricNames:
             new = _union(new)
             self._known += new
             pairs += _summed(_pairs(new, metrics))
-        by_name = zip(self._known, pairs[::2], pairs[1::2], strict=True)
-        means = {name: total / weight for name, total, weight in by_name if weight > 0}
-        return sums[: len(numbers)], dict(sorted(means.items()))
+        found = zip(pairs[::2], pairs[1::2], strict=True)
+        return sums[: len(numbers)], dict(zip(self._known, found, strict=True))
 
 
 def _pairs(names: Sequence[str], metrics: Mapping[str, tuple[float, float]]) -> list[float]:
@@ -47,9 +55,10 @@ def _pairs(names: Sequence[str], metrics: Mapping[str, tuple[float, float]]) -> 
 
 def _summed(numbers: Sequence[float]) -> list[float]:
     """Collective: every rank."""
+    if not dist.is_initialized():
+        return list(numbers)
     vector = torch.tensor(numbers, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(vector)
+    dist.all_reduce(vector)
     found: list[float] = vector.tolist()
     return found
 

@@ -44,7 +44,17 @@ def check_given(
     """
     require("model", model, nn.Module)
     built = optimizer if isinstance(optimizer, Optimizer) else None
-    if built is None and not callable(optimizer):
+    if optimizer is None:
+        if scheduler is not None:
+            raise ConfigError(
+                Problem(
+                    "scheduler",
+                    f"is a {type(scheduler).__name__}, but there is no optimizer: without one the "
+                    "model is prepared for evaluation alone.",
+                    "Give an optimizer too, or None for both.",
+                )
+            )
+    elif built is None and not callable(optimizer):
         require("optimizer", optimizer, Optimizer)
     # First: the checks of the model look into an optimizer that belongs to it.
     problems = list(order_of_building(built, scheduler))

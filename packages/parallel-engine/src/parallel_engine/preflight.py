@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -23,7 +23,9 @@ def check(
     topology: Topology,
     device: torch.device,
 ) -> None:
-    """Check everything that can be known before wrapping; `optimizer` is None if yet to be built.
+    """Check everything that can be known before wrapping.
+
+    `optimizer` is None where it is yet to be built, or never.
 
     Raises:
         ConfigError: every problem, with names and the way out.
@@ -33,6 +35,7 @@ def check(
         *(optimizer_problems(model, optimizer) if optimizer is not None else ()),
         *(_state_problems(optimizer) if optimizer is not None and topology.is_sharded else ()),
         *_precision_problems(config, topology, device),
+        *_compile_problems(config, topology),
         *_ignored_problems(model, config),
         *(_unit_problems(model, config) if topology.is_sharded else ()),
         *(_memory_problems(model) if topology.is_sharded else ()),
@@ -141,6 +144,29 @@ def _precision_problems(
         )
 
 
+def _compile_problems(config: AcceleratorConfig, topology: Topology) -> Iterator[Problem]:
+    if not config.compile.enable:
+        return
+    backend, mode = config.compile.backend, config.compile.mode
+    if backend != "inductor":
+        # Importing dynamo takes a second, which only a run that asks for another backend pays.
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            yield Problem(
+                "accelerator.compile.backend",
+                f"= {backend!r} is not a backend of torch.compile here; it has: "
+                f"{', '.join(known)}.",
+                nearest(backend, known) or "Use --accelerator.compile.backend inductor.",
+            )
+    elif mode != "default" and topology.is_sharded:
+        yield Problem(
+            "accelerator.compile.mode",
+            f"= {mode} with parallelism.dp_shard > 1: it replays CUDA graphs, which read weights "
+            "at fixed addresses, and a unit's weights are gathered to new ones each time.",
+            "Use --accelerator.compile.mode default.",
+        )
+
+
 def _ignored_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[Problem]:
     names = {name for name, _ in model.named_modules() if name}
     for wanted in config.fsdp.ignored_modules:
@@ -167,6 +193,8 @@ def _unit_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[Prob
         if id(parameter) not in whole:
             unit = _innermost(model, name, unit_names)
             homes.setdefault(id(parameter), {}).setdefault(unit, name)
+    if config.mixed_precision == "no":  # otherwise all masters are widened to fp32
+        yield from _dtype_problems(model, unit_names, whole)
     for home in homes.values():
         if len(home) > 1:
             shown = ", ".join(f"{name} in {unit or 'the root'}" for unit, name in home.items())
@@ -177,6 +205,30 @@ def _unit_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[Prob
                 "Name the class of a module that holds them all "
                 "(--accelerator.fsdp.wrap_modules), keep them out of units, or leave one of the "
                 "modules whole (--accelerator.fsdp.ignored_modules).",
+            )
+
+
+def _dtype_problems(
+    model: nn.Module, unit_names: Mapping[int, str], whole: Container[int]
+) -> Iterator[Problem]:
+    """FSDP2 keeps the trainable parameters of a unit in one piece of memory, of one dtype."""
+    found: dict[str, dict[torch.dtype, str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in whole:
+            dtypes = found.setdefault(_innermost(model, name, unit_names), {})
+            dtypes.setdefault(parameter.dtype, name)
+    for unit, dtypes in found.items():
+        if len(dtypes) > 1:
+            shown = [f"{n} is {str(d).removeprefix('torch.')}" for d, n in dtypes.items()]
+            yield Problem(
+                f"model.{unit}" if unit else "model",
+                f"holds trainable parameters of {len(dtypes)} dtypes in one wrap unit"
+                f"{'' if unit else ' (the root)'}: {', '.join(shown)}.",
+                "Give them one dtype (model.float()) and compute in another one with "
+                "--accelerator.mixed_precision (AcceleratorConfig.mixed_precision); or make the "
+                "other module a wrap unit (--accelerator.fsdp.wrap_modules, "
+                "FSDPConfig.wrap_modules) or leave it whole (--accelerator.fsdp.ignored_modules, "
+                "FSDPConfig.ignored_modules).",
             )
 
 
@@ -210,7 +262,7 @@ def _innermost(model: nn.Module, parameter: str, unit_names: Mapping[int, str]) 
 
 
 def verify_sharded(
-    model: nn.Module, optimizer: Optimizer, units: Iterable[str], replicated: set[str]
+    model: nn.Module, optimizer: Optimizer | None, units: Iterable[str], replicated: set[str]
 ) -> None:
     """Prove that sharding happened: at these units, and every parameter but `replicated` is cut.
 
@@ -228,6 +280,8 @@ def verify_sharded(
     ]
     if whole:
         raise RuntimeError(f"prepare left {len(whole)} parameters unsharded: {whole[:10]}")
+    if optimizer is None:
+        return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     lost = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if lost:

@@ -7,12 +7,13 @@ import datetime
 import os
 import socket
 import sys
+from collections.abc import Container, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, agreed
 from parallel_config.environment import LaunchFacts, launch_variables, requested_device
 from parallel_engine.agreement import together
 from parallel_engine.rendezvous import meet
@@ -24,7 +25,9 @@ TIMEOUT = datetime.timedelta(minutes=10)
 def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torch.device:
     """The device of this rank: as asked, else `PARALLEL_DEVICE`, else CUDA where there is one.
 
-    A CUDA device has its index: that asked for, else the local rank.
+    A CUDA device has its index: that asked for, else the local rank. A process that sees exactly
+    one device takes it: schedulers hand each rank its own (Slurm's --gpus-per-task=1). `connect`
+    makes sure that no two ranks share one.
 
     Raises:
         ConfigError: the device does not exist on this host, or there are more ranks than CUDA
@@ -36,6 +39,8 @@ def choose_device(device: torch.device | str | None, facts: LaunchFacts) -> torc
         return chosen
     count = torch.cuda.device_count()
     if chosen == torch.device("cuda"):  # without an index
+        if count == 1:
+            return torch.device("cuda", 0)
         _require_device_of_its_own(facts, count)
         return torch.device("cuda", facts.local_rank)
     if chosen.index >= count:
@@ -56,8 +61,8 @@ def _require_device_of_its_own(facts: LaunchFacts, count: int) -> None:
         Problem(
             "LOCAL_RANK",
             f"= {facts.local_rank}, but this process sees {count} CUDA devices.",
-            "Start one rank per device; under Slurm give each task all of the node's "
-            "(--gpus-per-node). PARALLEL_DEVICE=cpu runs without.",
+            "Start one rank per device, and let it see all devices of the node or its own alone "
+            "(Slurm: --gpus-per-node or --gpus-per-task=1). PARALLEL_DEVICE=cpu runs without.",
         )
     )
 
@@ -93,7 +98,60 @@ def connect(
         world_size=facts.world_size,
         timeout=timeout,
     )
+    if on_cuda:
+        _require_devices_apart(chosen)
     return facts
+
+
+def _require_devices_apart(device: torch.device) -> None:
+    """Collective: every rank. NCCL would only say that it found a duplicate GPU, at first use."""
+    mine = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    found: list[tuple[str, str]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    if problem := shared_device(found):
+        raise agreed(ConfigError(problem))
+
+
+def shared_device(devices: Sequence[tuple[str, str]]) -> Problem | None:
+    """The first two ranks that run on one device, given host and device of each rank."""
+    for rank, device in enumerate(devices):
+        first = devices.index(device)
+        if first != rank:
+            return Problem(
+                "device",
+                f"is the same for ranks {first} and {rank}: {device[1]} on {device[0]}. Each of "
+                "them sees one CUDA device.",
+                "Start as many ranks as there are devices, or give each rank a device of its own "
+                "(CUDA_VISIBLE_DEVICES; Slurm: --gpus-per-task=1).",
+            )
+    return None
+
+
+def with_timeout_of_world(before: Container[dist.ProcessGroup]) -> None:
+    """Give every process group that is not in `before` the timeout of the launch's group.
+
+    The groups of a mesh are made with torch's default (30 minutes on gloo), whatever was asked for.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return
+    for group in process_groups():
+        if group is not world and group not in before:
+            for device in group._device_types:
+                wanted = timeout_of(world, device)
+                if wanted is not None:
+                    group._get_backend(device)._set_default_timeout(wanted)
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Of this process, the launch's group included."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """How long ranks wait for one another in the group's collectives on this kind of device."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def _facts_of_group() -> LaunchFacts:

@@ -56,25 +56,33 @@ class UnitOrder:
         """How often the order was compared, and what ran since."""
         return self._num_compared, self._ran[:]
 
-    def difference(self) -> str | None:
-        """Collective: every rank. Compare what ran since the last time, and begin anew.
+    def numbers(self) -> list[float]:
+        """Two numbers whose sums over all ranks tell whether the orders are equal.
+
+        All values are equal exactly when n * (sum of squares) == (sum) ** 2.
+        """
+        value = float(zlib.crc32("\n".join(self._ran).encode()) % (1 << _HASH_BITS))
+        return [value, value * value]
+
+    def settle(self, total: float, squares: float) -> str | None:
+        """Collective: every rank, with the sums of `numbers()`. Begin anew.
 
         The same on every rank: the first unit that differs and the ranks' numbers, or None.
         """
         ran = self._ran[:]
-        value = float(zlib.crc32("\n".join(ran).encode()) % (1 << _HASH_BITS))
-        # All values are equal exactly when n * (sum of squares) == (sum) ** 2. So one all-reduce of
-        # two numbers is enough for any number of ranks.
-        sums = torch.tensor([value, value * value], dtype=torch.float64)
-        dist.all_reduce(sums)
         self.forget()
-        total, squares = sums.tolist()
         if squares * self._world_size == total * total:
             return None
         orders: list[list[str]] = [[]] * self._world_size
         dist.all_gather_object(orders, ran)
         pairs = [list(zip_longest(orders[0], order, fillvalue="nothing")) for order in orders]
         return _explain(pairs) or "the hashes of the unit orders differ, but the orders do not"
+
+    def difference(self) -> str | None:
+        """Collective: every rank. Compare what ran since the last time, and begin anew."""
+        sums = torch.tensor(self.numbers(), dtype=torch.float64)
+        dist.all_reduce(sums)
+        return self.settle(*sums.tolist())
 
 
 def certain_difference(progress: list[tuple[int, list[str]]]) -> str | None:

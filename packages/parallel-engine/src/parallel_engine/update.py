@@ -3,7 +3,10 @@
 accumulate  the micro-batches of a window, one after the other
 forward     the loss function on a micro-batch
 backward    gradients add up on this rank; the last micro-batch reduces them over the ranks
-reduce      loss, weight and metrics become sums over the window and over all ranks
+tell        what the host knows, in one exchange between the hosts: the order of wrap units, unused
+            parameters, requests to stop, the last window, the counts of metrics
+reduce      what the device knows, in one exchange between the devices: loss, weight, metrics and
+            the squared norm of the gradients. The host waits for these numbers, and only here
 clip        gradients become those of the mean, then are clipped by their global norm
 check       a loss or a norm that is not finite raises, or leaves this update out
 step        the optimizer
@@ -19,28 +22,33 @@ Your own loop calls the parts instead of `run`: `micro_batch`, `backward`, `clip
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel_config import AcceleratorConfig, Topology
+from parallel_engine.agreement import agree
 from parallel_engine.entry_points import undeclared_calls_explained
 from parallel_engine.errors import UnitOrderError
 from parallel_engine.failures import Failures
 from parallel_engine.gradients import (
     average_replicated,
     drop_gradients,
-    require_all_used,
+    global_norm,
     scale_and_clip,
+    square_share,
+    unused_parameters,
     without_sync,
 )
-from parallel_engine.loaders import on_device
+from parallel_engine.loaders import Ending, on_device
 from parallel_engine.loss import Answer, LossFn, forward
 from parallel_engine.materialize import require_filled
 from parallel_engine.metrics import MetricNames
@@ -64,6 +72,8 @@ class StepReport:
     """Wall time of the update on this rank."""
     skipped: bool = False
     """Whether the update was left out because a value was not finite."""
+    stop: bool = False
+    """Whether any rank was asked to stop, by the `stop` that was given to the step."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """By name: the mean over the micro-batches, of all ranks, that gave the metric."""
 
@@ -112,20 +122,25 @@ class Update:
         loss_fn: LossFn[Batch],
         *,
         clip_norm: float | None,
+        stop: Callable[[], bool] | None,
     ) -> StepReport:
         """Collective: every rank. One update over the window; as `Engine.step`."""
         started = time.perf_counter()
         lr = float(optimizer.param_groups[0]["lr"])  # before the schedule changes it
         with self._forgotten_on_error(model):
             window = self._accumulate(model, micro_batches, loss_fn)
+            # Before the host waits for the device, whose collectives never end where ranks ran
+            # other units.
+            told = self._tell(model, window, getattr(micro_batches, "ending", None), stop)
             with self._failures.told():
-                ddp = self._config.ddp
-                # DDP notes unused parameters of a static graph by itself.
-                require_all_used(model, allowed=ddp.find_unused_parameters or ddp.static_graph)
-                sums = self._reduce(window)
-                # Backward has averaged sums over the ranks: back to sums, then over all weights.
-                scale = self._topology.dp_world_size / sums.weight
-                norm = self.clip(model, scale=scale, clip_norm=clip_norm)
+                self._ready_gradients(model)
+                # Not sooner: while FSDP2 has a unit gathered, its parameters are others.
+                parameters = list(model.parameters())
+                sums = self._reduce(window, told, square_share(parameters, self._device))
+            # Backward has averaged sums over the ranks: back to sums, then over all weights.
+            scale = self._topology.dp_world_size / sums.weight
+            norm = sums.norm * scale
+            scale_and_clip(parameters, norm=norm, scale=scale, max_norm=clip_norm)
             # Outside of `told`: all ranks see the same numbers, so all of them raise.
             skip = self._nonfinite.must_skip(sums.loss, norm, scaled=self._is_scaled)
         self.apply(optimizer, scheduler, skip=skip)
@@ -135,6 +150,7 @@ class Update:
             lr=lr,
             seconds=time.perf_counter() - started,
             skipped=skip,
+            stop=told.stop,
             metrics=sums.metrics,
         )
 
@@ -144,29 +160,60 @@ class Update:
         """Collective: every rank. Forward and backward of each micro-batch."""
         window, batches = _Window(self._device), on_device(micro_batches, self._device)
         for index in range(len(batches)):
-            with self.micro_batch(model, index, len(batches)):
+            with self._around(model, index, len(batches)):
                 # Taken in here, where an error while the batch is moved is told to the peers.
                 answer = forward(loss_fn, model, batches[index])
                 self.backward(answer.loss.total)
             window.add(answer)
         return window
 
+    def _tell(
+        self,
+        model: nn.Module,
+        window: _Window,
+        ending: Ending | None,
+        stop: Callable[[], bool] | None,
+    ) -> _Told:
+        """Collective: every rank. One small all-reduce of what no device has to be asked for."""
+        ddp = self._config.ddp
+        # DDP notes unused parameters of a static graph by itself.
+        allowed = ddp.find_unused_parameters or ddp.static_graph
+        with self._failures.told():
+            unused = unused_parameters(model, allowed=allowed)
+            order = self._order.numbers() if self._order is not None else [0.0, 0.0]
+            flags = [unused is not None, stop is not None and stop(), ending and ending.is_mine]
+            numbers = [*order, *map(float, map(bool, flags)), window.host_weight]
+            sums, metrics = self._metric_names.sums(numbers, window.host_metrics())
+            total, squares, some_unused, stops, endings, weight = sums
+            difference = self._order and self._order.settle(total, squares)
+        if difference:
+            raise UnitOrderError(difference)
+        if some_unused:
+            agree(unused)
+        if ending is not None:
+            ending.is_over = bool(endings)
+        return _Told(weight, metrics, bool(stops))
+
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, index: int, count: int) -> Iterator[None]:
         """Collective: every rank. Around forward and backward; as `Engine.micro_batch`."""
+        with self._forgotten_on_error(model):
+            with self._around(model, index, count):
+                yield
+            if index == count - 1:
+                self._require_same_order()
+
+    @contextlib.contextmanager
+    def _around(self, model: nn.Module, index: int, count: int) -> Iterator[None]:
+        """Collective: every rank. Around forward and backward, without comparing units."""
         self._require_usable()
         is_last = index == count - 1
         syncs_now = is_last or self._config.gradient_accumulation.sync_each_batch
         # DDP learns a static graph from its first backward passes, which must therefore reduce.
         is_learning = self._config.ddp.static_graph and not self._has_updated
         syncs = contextlib.nullcontext() if syncs_now or is_learning else without_sync(model)
-        with self._forgotten_on_error(model):
-            with self._failures.told(), undeclared_calls_explained(model), syncs:
-                yield
-            # Before anything reads a number of the device: where ranks ran other units, its
-            # collectives never end, and the host would wait for them.
-            if is_last:
-                self._require_same_order()
+        with self._failures.told(), undeclared_calls_explained(model), syncs:
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Collective: every rank. Backward of one micro-batch; fp16 goes through its scaler."""
@@ -178,21 +225,35 @@ class Update:
             self._is_torn = self._topology.world_size > 1
             raise
 
-    def _reduce(self, window: _Window) -> _Sums:
-        """Collective: every rank. One small all-reduce for loss, weight and every metric."""
-        sums = torch.stack([window.total, window.weight, *window.metrics.values()])
-        total, weight, *found = sums.tolist()  # the only wait for the device before the norm
-        metrics = {
-            name: (value, window.counts[name])
-            for name, value in zip(window.metrics, found, strict=True)
+    def _reduce(self, window: _Window, told: _Told, square: Tensor) -> _Sums:
+        """Collective: every rank. One small all-reduce on the device; the host waits for it."""
+        zero = window.zero
+        metrics = [window.metrics.get(name, zero) for name in told.metrics]
+        vector = torch.stack([window.total, window.weight, square, *metrics])
+        if self._topology.world_size > 1:
+            dist.all_reduce(vector)
+        total, weight, square_sum, *found = vector.tolist()
+        weight += told.weight
+        means = {
+            name: (value + on_host) / count
+            for value, (name, (on_host, count)) in zip(found, told.metrics.items(), strict=True)
+            if count > 0
         }
-        (total, weight), means = self._metric_names.reduce([total, weight], metrics)
         # Where nothing counts on any rank, the gradients are zero and stay so.
         weight = weight if weight > 0 else 1.0
-        return _Sums(total / weight, weight, means)
+        norm = math.sqrt(square_sum)
+        return _Sums(total / weight, weight, norm, dict(sorted(means.items())))
 
     def clip(self, model: nn.Module, *, scale: float = 1.0, clip_norm: float | None) -> float:
         """Collective: every rank. Scale and clip the gradients; as `Engine.clip`."""
+        self._ready_gradients(model)
+        parameters = list(model.parameters())
+        norm = global_norm(parameters) * scale
+        scale_and_clip(parameters, norm=norm, scale=scale, max_norm=clip_norm)
+        return norm
+
+    def _ready_gradients(self, model: nn.Module) -> None:
+        """Collective: every rank. Gradients without fp16's scale, averaged where FSDP2 does not."""
         try:
             self._accelerator.unscale_gradients()  # fp16's scale must not count in the norm
         except RuntimeError as error:  # the caller's loop may have clipped through accelerate
@@ -201,7 +262,6 @@ class Update:
         self._is_clipped = True
         if self._topology.is_sharded:
             average_replicated(model, self._topology.dp_world_size)
-        return scale_and_clip(list(model.parameters()), scale=scale, max_norm=clip_norm)
 
     def apply(self, optimizer: Optimizer, scheduler: Scheduler | None, *, skip: bool) -> None:
         """Collective: every rank. Step, schedule, zero; as `Engine.update`."""
@@ -263,26 +323,52 @@ class Update:
 
 
 class _Window:
-    """What the micro-batches of one update add up to on this rank: float64 sums.
+    """What the micro-batches of one update add up to on this rank.
 
-    They stay on the device: to read one would make the host wait for every backward.
+    What is on the device stays there, as float64 sums: to read one would make the host wait for
+    every backward. What is on the host stays there too: to send it would make the host wait.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.total = self.weight = self._zero
+        self.zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.total = self.weight = self.zero
+        self.host_weight = 0.0
         self.metrics: dict[str, Tensor] = {}
-        self.counts: Counter[str] = Counter()
-        """Micro-batches that gave a metric, by its name."""
+        self._host_metrics: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
 
     def add(self, answer: Answer) -> None:
         """Count a micro-batch in."""
-        zero = self._zero
-        self.total = self.total + answer.loss.total.detach().to(zero)
-        self.weight = self.weight + answer.loss.weight.detach().to(zero)
+        self.total = self.total + answer.loss.total.detach().to(self.zero)
+        if self._is_on_host(answer.loss.weight):
+            self.host_weight += float(answer.loss.weight)
+        else:
+            self.weight = self.weight + answer.loss.weight.detach().to(self.zero)
         for name, value in answer.metrics.items():
-            self.metrics[name] = self.metrics.get(name, zero) + value.detach().to(zero)
-        self.counts.update(answer.metrics.keys())
+            self._counts[name] += 1
+            if self._is_on_host(value):
+                self._host_metrics[name] = self._host_metrics.get(name, 0.0) + float(value)
+            else:
+                self.metrics[name] = self.metrics.get(name, self.zero) + value.detach().to(
+                    self.zero
+                )
+
+    def host_metrics(self) -> dict[str, tuple[float, float]]:
+        """By name: the sum of what is on the host, and the micro-batches that gave the metric."""
+        return {name: (self._host_metrics.get(name, 0.0), n) for name, n in self._counts.items()}
+
+    def _is_on_host(self, value: Tensor) -> bool:
+        return value.device.type == "cpu" and self.zero.device.type != "cpu"
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the hosts of all ranks know; plain numbers, equal on every rank."""
+
+    weight: float
+    metrics: dict[str, tuple[float, float]]
+    """Of every name that any rank has given: the sum of what is on hosts, and the count."""
+    stop: bool
 
 
 @dataclass(frozen=True)
@@ -291,4 +377,6 @@ class _Sums:
 
     loss: float
     weight: float
+    norm: float
+    """Of the gradients as backward has left them."""
     metrics: dict[str, float]

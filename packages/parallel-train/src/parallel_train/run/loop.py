@@ -63,10 +63,11 @@ class Loop:
                 micro_batches,
                 self.prepared.loss_fn,
                 clip_norm=self.config.optimizer.clip_norm,
+                stop=stop.is_asked,
             )
             step += 1
             seconds = watch.lap()
-            stopping = self.engine.any(stop.received is not None)
+            stopping = report.stop
             found = self.evaluate() if self._evaluation_due(step, stopping) else {}
             self.sinks.emit(self._row(step, report, seconds, found))
             if self._due(step) or stopping:

@@ -246,7 +246,7 @@ def policy_loss(
     loss, metrics = read_answer(model(batch), type(policy).__name__)
     weigh = getattr(policy, "loss_weight", None)
     weight = weigh(batch) if weigh is not None else torch.tensor(len(next(iter(batch.values()))))
-    weight = weight.to(loss.device, torch.float32)
+    weight = weight.float()  # where it is: a count on the host need not wait for the device
     named = {Row.name_of(name): value for name, value in metrics.items()}
     return Loss(total=loss * weight, weight=weight), named
 
