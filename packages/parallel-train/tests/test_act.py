@@ -317,11 +317,11 @@ def test_declared_units_and_methods_exist() -> None:
     ("changes", "message"),
     [
         ({"n_heads": 3}, r"policy.n_heads = 3 does not divide policy.dim_model = 16.*n_heads [24]"),
-        ({"chunk_size": 0}, r"policy.chunk_size = 0, but it is at least 1"),
-        ({"dim_model": 15, "n_heads": 3}, r"policy.dim_model = 15, but it is even"),
+        ({"chunk_size": 0}, r"policy.chunk_size = 0, but it must be at least 1"),
+        ({"dim_model": 15, "n_heads": 3}, r"policy.dim_model = 15, but it must be even"),
         ({"n_action_steps": 7}, r"policy.n_action_steps = 7 lies outside 1..policy.chunk_size = 6"),
         ({"dropout": 1.0}, r"policy.dropout = 1.0 lies outside \[0, 1\)"),
-        ({"kl_weight": -1.0}, r"policy.kl_weight = -1.0, but it is at least 0"),
+        ({"kl_weight": -1.0}, r"policy.kl_weight = -1.0, but it must be at least 0"),
         (
             {"temporal_ensemble": 0.01, "n_action_steps": 3},
             r"policy.temporal_ensemble = 0.01 predicts at every step",

@@ -36,7 +36,7 @@ def config(*words):
     return parse(["train", *words]).command.run
 
 
-def test_promised_spellings_stay():
+def test_promised_spellings_of_flags_stay():
     assert set(PROMISED) <= flag_table(TrainConfig()).keys()
     parsed = parse(["train", "--policy.type", "act", "--policy.dropout", "0.3"])
     assert (parsed.command.policy_type, parsed.command.run.policy.dropout) == ("act", 0.3)
@@ -69,7 +69,7 @@ def test_the_flags_are_those_of_the_config():
         (["--policy.use_vae", "false", "--policy.use_vae"], True),
     ],
 )
-def test_booleans(words, value):
+def test_every_spelling_of_a_boolean_is_read(words, value):
     assert config(*words).policy.use_vae is value
 
 
@@ -89,7 +89,7 @@ def test_a_positional_after_a_bare_boolean_stays_one():
 
 
 @pytest.mark.parametrize("words", [["--parallelism.dp_shard", "-1"], ["--parallelism.dp-shard=-1"]])
-def test_a_negative_degree(words):
+def test_a_degree_of_minus_one_is_a_value_and_not_a_flag(words):
     assert config(*words).parallelism.dp_shard == -1
 
 
@@ -123,7 +123,7 @@ def test_a_negative_degree(words):
         (["train", "--publish.base_model", ""], "publish.base_model = '' is not a name on the Hub"),
     ],
 )
-def test_an_empty_word_is_no_path_and_no_name(words, message, capsys):
+def test_an_empty_word_is_refused_as_a_path_and_as_a_name(words, message, capsys):
     """It mostly comes of a variable that is not set; the current folder is never meant."""
     assert run(words) == 2
     said = capsys.readouterr().err.splitlines()
@@ -132,7 +132,7 @@ def test_an_empty_word_is_no_path_and_no_name(words, message, capsys):
 
 
 @pytest.mark.parametrize("ranks", ["0", "-3", "1000000", "9999999999999"])
-def test_a_plan_for_no_cluster_is_refused(ranks, capsys):
+def test_a_plan_for_an_impossible_number_of_ranks_is_refused(ranks, capsys):
     assert run(["plan", f"--world_size={ranks}"]) == 2
     said = capsys.readouterr().err
     assert f"world_size = {int(ranks):,}, but a plan is made for 1 to 131,072 ranks." in said
@@ -149,7 +149,7 @@ def test_a_plan_for_the_largest_cluster_takes_seconds(degrees, capsys):
     assert "131072 rank(s)" in capsys.readouterr().out
 
 
-def test_lists_and_none():
+def test_a_list_takes_several_words_and_none_clears_a_value():
     assert config("--accelerator.fsdp.wrap_modules", "A", "B").accelerator.fsdp.wrap_modules == (
         "A",
         "B",
@@ -188,7 +188,7 @@ def test_print_config_prints_what_would_run(capsys):
         (["positional"], "positional"),
     ],
 )
-def test_words_that_do_not_parse_end_with_two(words, expected, capsys):
+def test_words_that_do_not_parse_exit_with_2(words, expected, capsys):
     with pytest.raises(SystemExit) as caught:
         run(["train", *words])
     assert caught.value.code == 2
@@ -208,14 +208,14 @@ def test_words_that_do_not_parse_end_with_two(words, expected, capsys):
         (["--parallelism.context_parallel.ring_degree", "2"], ["not available"]),
     ],
 )
-def test_wrong_values_are_one_block_and_two(words, expected, capsys):
+def test_wrong_values_are_reported_in_one_block_and_exit_with_2(words, expected, capsys):
     assert run(["train", *words]) == 2
     text = capsys.readouterr().err
     for part in expected:
         assert part in text
 
 
-def test_a_file_with_problems_tells_all_of_them(tmp_path, capsys):
+def test_every_problem_of_a_config_file_is_reported_at_once(tmp_path, capsys):
     file = tmp_path / "run.json"
     file.write_text('{"stpes": 5, "policy": {"type": "act", "dropuot": 1}, "seed": "x"}')
     assert run(["train", "--config", str(file)]) == 2
@@ -230,7 +230,7 @@ def test_launch_flags_do_not_reach_the_workers():
     assert without_flags(words, ("nproc_per_node", "grace_s")) == ["train", "--steps", "3"]
 
 
-def test_doctor_says_what_is_there(capsys):
+def test_doctor_says_that_training_can_run_and_lists_the_packages(capsys):
     assert run(["doctor"]) == 0
     assert "Training can run here." in capsys.readouterr().out
     assert run(["doctor", "--json"]) == 0

@@ -31,7 +31,7 @@ def doctor(tmp_path):
     return look
 
 
-def test_what_a_healthy_machine_is_told(doctor, tmp_path):
+def test_a_healthy_machine_passes_every_check(doctor, tmp_path):
     code, found = doctor(OMP_NUM_THREADS="3")
     assert code == 0
     assert {finding["section"] for finding in found.values()} == {
@@ -62,7 +62,7 @@ def test_everything_that_is_wrong_is_named_at_once(doctor, tmp_path):
     assert "cannot be written: Not a directory. Use --output_dir." in failed["write"]
 
 
-def test_what_only_deserves_a_look_is_no_failure(doctor):
+def test_notes_alone_do_not_fail_the_doctor(doctor):
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -83,7 +83,7 @@ def test_what_only_deserves_a_look_is_no_failure(doctor):
     assert "PARALLEL_DEVICE = 'cpu'" in found["device"]["text"]
 
 
-def test_little_shared_memory_is_told_where_loader_workers_need_it(tmp_path, monkeypatch):
+def test_little_shared_memory_is_a_note_that_names_loader_workers(tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 64 << 20})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     (found,) = shared_memory(tmp_path)

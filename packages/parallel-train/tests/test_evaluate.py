@@ -100,7 +100,7 @@ def test_the_embedded_episodes_are_what_the_expert_plays(task: str) -> None:
     assert abs(len(rollout.actions) - (episode.end - episode.first)) <= 2
 
 
-def test_wilson_intervals() -> None:
+def test_wilson_intervals_stay_within_0_and_1() -> None:
     assert wilson(40, 50) == pytest.approx((0.6696, 0.8876), abs=1e-3)
     assert wilson(0, 50) == pytest.approx((0.0, 0.0713), abs=1e-3)
     assert wilson(50, 50) == pytest.approx((0.9287, 1.0), abs=1e-3)
@@ -207,7 +207,7 @@ def test_a_rollout_is_rendered_where_the_machine_can(tmp_path: Path) -> None:
     assert 0.005 < moved.mean() < 0.5
 
 
-def test_what_renders_nothing_is_tried_once(
+def test_a_backend_that_renders_nothing_is_tried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUJOCO_GL", "none")

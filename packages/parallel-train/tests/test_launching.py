@@ -186,7 +186,7 @@ def test_torchrun_and_our_launcher_train_the_same_bytes(start, undisturbed, tmp_
     assert process.text.count(f"finished: step {STEPS} of {STEPS}") == 1
 
 
-def test_two_nodes_are_two_agents(start, undisturbed, tmp_path):
+def test_two_nodes_of_torchrun_train_the_same_bytes(start, undisturbed, tmp_path):
     port = free_port()
     agents = [
         start(
@@ -202,7 +202,7 @@ def test_two_nodes_are_two_agents(start, undisturbed, tmp_path):
     assert "training" not in agents[1].text  # the main rank alone tells
 
 
-def test_what_another_launch_left_in_the_environment_does_no_harm(start, train, tmp_path):
+def test_variables_that_another_launch_left_do_not_reach_the_ranks(start, train, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         left = {
             "MASTER_ADDR": "host.invalid",
@@ -275,7 +275,9 @@ def slurm(tmp_path):
     }
 
 
-def test_the_slurm_script_of_the_guide(start, slurm, undisturbed, tmp_path):
+def test_the_slurm_script_of_the_guide_saves_requeues_and_finishes(
+    start, slurm, undisturbed, tmp_path
+):
     """Signalled as `--signal=USR1@300` does, it saves and is requeued; then it runs to its end."""
     page = (Path(__file__).parents[3] / "docs/launching.md").read_text()
     script = re.search(r"```sh\n(#!/bin/bash\n.*?)```", page, re.DOTALL)[1]
@@ -343,7 +345,7 @@ def test_a_rank_that_dies_ends_all_and_is_named(train, rank):
     assert "Traceback" not in process.text
 
 
-def test_ranks_wait_for_one_another_as_long_as_they_are_told(train):
+def test_ranks_wait_for_one_another_for_timeout_s(train):
     process = train(*ENDLESS, "--nproc_per_node", 2, "--timeout_s", 4)
     process.wait_for_step(3)
     os.kill(process.ranks[1], signal.SIGSTOP)
@@ -352,10 +354,10 @@ def test_ranks_wait_for_one_another_as_long_as_they_are_told(train):
     assert "Timed out waiting 4000ms" in process.text
     refused = train(*ENDLESS, "--timeout_s", 0)
     assert refused.end() == 2
-    assert "--timeout_s = 0.0, but it is a number of seconds above 0. Use 600." in refused.text
+    assert "--timeout_s = 0.0, but it must be a number of seconds above 0. Use 600." in refused.text
 
 
-def test_a_killed_launcher_takes_no_step_with_it(train, tmp_path):
+def test_ranks_of_a_killed_launcher_save_and_leave(train, tmp_path):
     """Its ranks see that it is gone, save together and leave: no orphan keeps the machine."""
     process = train(*ENDLESS, "--nproc_per_node", 2, "--dataset.num_workers", 1)
     process.wait_for_step(5)
@@ -439,7 +441,7 @@ def test_ranks_that_do_not_leave_within_the_grace_are_killed_and_named(train):
     assert "ranks [0, 1] did not leave within --grace_s 1 after SIGUSR1" in process.text
 
 
-def test_a_signal_while_ranks_start_is_no_failure(train, tmp_path):
+def test_a_signal_while_ranks_start_ends_the_run_as_preempted(train, tmp_path):
     """Before torch is imported, even: nothing is lost, and 75 says so."""
     process = train(*ENDLESS, "--nproc_per_node", 2, "--grace_s", 120)
     process.wait_for(lambda: len(process.ranks) == 2)

@@ -96,7 +96,7 @@ def test_spec_survives_json() -> None:
         spec.dim("observation.images.top")
 
 
-def test_deltas_fall_on_frames() -> None:
+def test_deltas_that_fall_between_frames_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"0.15 s falls between two frames at 10 fps.*1/10 s"):
         LeRobotDataset(STATE, {"action": [0.0, 0.15]})
     assert len(LeRobotDataset(STATE, {"action": [0.0, 0.10004]})) == 75
@@ -231,7 +231,7 @@ def test_a_damaged_folder_is_one_clear_error(name: str, tmp_path: Path) -> None:
     assert caught.value.problems[0].path == "dataset.root"
 
 
-def test_no_folder_at_all(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"this folder does not exist. Use --dataset.root"):
         LeRobotDataset(tmp_path / "nowhere")
 

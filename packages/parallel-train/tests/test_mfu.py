@@ -31,7 +31,7 @@ def test_the_count_is_near_six_times_the_weights_per_token():
     assert found == pytest.approx(6 * decoder * config.policy.chunk_size, rel=0.5)
 
 
-def test_mfu_is_left_out_where_nobody_knows_the_peak():
+def test_mfu_is_left_out_where_the_peak_is_not_known():
     config = act()
     dataset, _ = build_datasets(config)
     cpu = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_mfu_is_left_out_where_nobody_knows_the_peak():
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES.builtin))
-def test_it_is_known_of_every_policy_here(name):
+def test_mfu_is_known_for_every_policy_here(name):
     policy = POLICIES.resolve(name, trusted=False)()
     config = TrainConfig(policy=policy, dataset=DATASET, logging=LoggingConfig(peak_flops=1e12))
     dataset, _ = build_datasets(config)
@@ -54,7 +54,7 @@ def test_it_is_known_of_every_policy_here(name):
     assert 0.5 * sum(p.numel() for p in weights) < 1e12 / peak < 1e12
 
 
-def test_a_policy_that_needs_values_says_why(monkeypatch):
+def test_mfu_of_a_policy_that_needs_values_is_left_out_with_a_reason(monkeypatch):
     config = act(logging=LoggingConfig(peak_flops=1e12))
     dataset, _ = build_datasets(config)
     monkeypatch.setattr(
@@ -66,7 +66,7 @@ def test_a_policy_that_needs_values_says_why(monkeypatch):
     assert "does not run on the meta device" in why
 
 
-def test_actions_beyond_every_episode_are_told():
+def test_actions_beyond_every_episode_are_reported():
     longest = max(e.end - e.first for e in build_datasets(act())[0].metadata.episodes)
     for chunk_size in (longest, longest + 1, 5000):
         config = TrainConfig(policy=ACTConfig(chunk_size=chunk_size), dataset=DATASET)

@@ -79,7 +79,7 @@ def test_the_order_is_mixed_well() -> None:
     assert 300 < neighbours.mean() < 370  # a third of the range, as for independent places
 
 
-def test_no_generator_is_touched() -> None:
+def test_the_order_leaves_every_random_generator_alone() -> None:
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
     list(islice(iter(GlobalBatchSampler(20, 8, seed=1)), 10))
     assert torch.equal(torch.get_rng_state(), before[0])
@@ -93,7 +93,7 @@ def test_a_dataset_smaller_than_the_global_batch_is_allowed_with_a_warning() -> 
     assert [len(batch) for batch in islice(iter(sampler), 3)] == [4, 4, 4]
 
 
-def test_no_samples_is_an_error() -> None:
+def test_a_dataset_without_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dataset.root does not have any samples"):
         GlobalBatchSampler(0, 4)
 

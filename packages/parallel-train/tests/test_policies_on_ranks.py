@@ -143,7 +143,7 @@ def train_on_two_nodes(folder: Path) -> None:
         train_job(Job(config=config), stop)
 
 
-def test_a_dataset_that_one_node_lacks_is_told_by_every_rank(tmp_path: Path) -> None:
+def test_a_dataset_that_one_node_lacks_is_an_error_on_every_rank(tmp_path: Path) -> None:
     from parallel_train.data.config import EMBEDDED_ROOT
 
     for rank in range(2):
@@ -182,7 +182,7 @@ def train_until_a_sink_is_full(folder: Path) -> None:
             full._stream = open(os.devnull, "w")  # noqa: SIM115
 
 
-def test_a_sink_that_fails_on_the_main_rank_is_told_to_the_others(tmp_path: Path) -> None:
+def test_a_sink_that_fails_on_the_main_rank_ends_every_rank_with_its_error(tmp_path: Path) -> None:
     first, second = rank_outcomes(train_until_a_sink_is_full, 2, tmp_path, init=False)
     assert first.error_type == "OSError", first.error
     assert "No space left" in first.error

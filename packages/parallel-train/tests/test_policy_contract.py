@@ -1,4 +1,4 @@
-"""What a policy that nobody here wrote may look like, and what is said where it does not fit."""
+"""What a policy from another package may look like, and the errors where it does not fit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def named(name: str) -> PolicyConfig:
     return POLICIES.resolve(f"their_policies:{name}", trusted=True)()
 
 
-def test_a_model_stands_for_its_config() -> None:
+def test_a_policy_may_be_named_by_its_model_class() -> None:
     config = named("Strange")
     assert isinstance(config, StrangeConfig)
     assert POLICIES.name_of(config) == "their_policies:Strange"
@@ -83,7 +83,7 @@ def test_a_model_stands_for_its_config() -> None:
     assert isinstance(build_policy(config, SPEC), Strange)
 
 
-def test_what_its_forward_returns_is_read() -> None:
+def test_loss_and_metrics_are_read_from_a_forward() -> None:
     model = build_policy(named("Strange"), SPEC)
     batch = {"observation.state": torch.ones(5, 2)}
     loss, metrics = policy_loss(model, batch, preprocessor=Preprocessor())
@@ -136,17 +136,17 @@ def test_answers_that_are_refused(answer: Any, message: str) -> None:
         ),
     ],
 )
-def test_paths_that_lead_to_no_policy(name: str, message: str) -> None:
+def test_paths_that_do_not_lead_to_a_policy_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         named(name)
 
 
-def test_a_module_that_does_not_import() -> None:
+def test_a_module_that_does_not_import_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot be imported: No module named 'nowhere'.*path"):
         POLICIES.resolve("nowhere.at_all:Policy", trusted=True)
 
 
-def test_a_config_without_a_model() -> None:
+def test_a_config_without_a_model_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"StrangeConfig.model_class = '' does not name a model.*name"
     ):
@@ -162,7 +162,7 @@ def test_a_config_without_a_model() -> None:
         ("their_policies:not_a_model", r"is not a class derived from torch.nn.Module"),
     ],
 )
-def test_a_model_class_that_leads_nowhere(
+def test_a_model_class_that_leads_nowhere_is_refused(
     path: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StrangeConfig, "model_class", path)
@@ -172,7 +172,7 @@ def test_a_model_class_that_leads_nowhere(
         build_policy(named("StrangeConfig"), SPEC)
 
 
-def test_a_constructor_that_takes_something_else() -> None:
+def test_a_constructor_that_takes_something_else_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"TakesMore\(config, spec\): missing .*'device'"):
         build_policy(named("TakesMore"), SPEC)
 

@@ -62,7 +62,7 @@ def child(*words, cwd, code=0, timeout_s=300):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Runs by name; the dataset is named by its absolute path, which is nobody's business."""
+    """Runs by name; the dataset is named by its absolute path, which must not be published."""
     from parallel_train.data.config import EMBEDDED_ROOT
 
     folder = tmp_path_factory.mktemp("my runs")
@@ -179,7 +179,7 @@ def test_wam_is_published_and_loaded_like_the_others(hub, tmp_path):
     assert torch.equal(*actions)
 
 
-def test_a_dry_run_builds_all_and_asks_nobody(hub, runs, capsys):
+def test_a_dry_run_builds_everything_and_sends_no_request(hub, runs, capsys):
     before = sorted(runs.rglob("*"))
     assert run(["publish", str(runs / "act"), "--repo_id", "user/model", "--dry_run"]) == 0
     assert "would publish 7 files" in capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_a_dry_run_builds_all_and_asks_nobody(hub, runs, capsys):
     assert sorted(runs.rglob("*")) == before
 
 
-def test_narrower_and_split_with_licence_tags_branch_and_privacy(hub, runs):
+def test_dtype_shards_licence_tags_branch_and_privacy_are_as_asked_for(hub, runs):
     words = ["--dtype", "bf16", "--max_shard_size", "100KB", "--license", "apache-2.0"]
     words += ["--tags", "arm", "drawer", "--revision", "v2", "--private", "--base_model", "a/b"]
     assert run(["publish", str(runs / "sharded"), "--repo_id", "team/model", *words]) == 0
@@ -221,7 +221,7 @@ def test_convert_publishes_what_it_made(hub, runs, tmp_path, output, capsys):
     assert torch.equal(answer(load_policy("user/model")), answer(load_policy(runs / "sharded")))
 
 
-def test_a_wrong_name_is_told_before_anything_is_converted(hub, runs, tmp_path, capsys):
+def test_a_wrong_name_is_refused_before_anything_is_converted(hub, runs, tmp_path, capsys):
     words = ["convert", str(runs / "sharded"), "--output", str(tmp_path / "model")]
     assert run([*words, "--push_to_hub", "no/such/name"]) == 2
     assert "push_to_hub = 'no/such/name' is not a name on the Hub" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_a_failure_is_one_message_and_the_command_that_it_names_works(hub, runs,
             thread.join(60)
 
 
-def test_a_token_that_is_wrong_or_missing_or_reads_only(hub, runs, monkeypatch, capsys):
+def test_a_token_that_is_wrong_or_missing_or_read_only_is_refused(hub, runs, monkeypatch, capsys):
     for token, message in {
         "hf_nobody": "HTTP 401 (token missing, wrong or expired)",
         "hf_test_reader": "may only read",
@@ -292,7 +292,7 @@ def test_a_token_that_is_wrong_or_missing_or_reads_only(hub, runs, monkeypatch, 
     assert hub.repos == {}
 
 
-def test_offline_nothing_is_tried(hub, runs, monkeypatch, capsys):
+def test_offline_no_request_is_made_and_no_file_is_written(hub, runs, monkeypatch, capsys):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -348,7 +348,7 @@ def test_a_message_names_flags_of_the_command_that_was_run(hub, runs, words, mes
     assert hub.commits("user/model") == []
 
 
-def test_what_passes_is_tried_again(hub, runs, capsys):
+def test_a_failure_that_passes_is_tried_again(hub, runs, capsys):
     hub.faults += [Fault(COMMIT, status=500), Fault(COMMIT, drop=True, after=True)]
     assert run(["publish", str(runs / "act"), "--repo_id", "user/model"]) == 0
     said = capsys.readouterr()
@@ -399,7 +399,7 @@ def test_a_policy_that_is_not_installed_is_published_all_the_same(hub, runs, tmp
         load_policy("user/model")
 
 
-def test_nothing_to_publish_and_nowhere_to(hub, runs, capsys):
+def test_publishing_nothing_and_to_no_place_is_refused(hub, runs, capsys):
     assert run(["publish", str(runs / "nothing"), "--repo_id", "user/model"]) == 2
     assert "nothing" in capsys.readouterr().err
     assert run(["publish", str(runs / "act"), "--repo_id", "bad//name"]) == 2

@@ -165,7 +165,9 @@ def test_room_for_the_bundle_is_looked_for_first(hub, tmp_path):
     assert hub.requests == []
 
 
-def test_a_card_that_the_hub_refuses_and_a_hub_out_of_reach(hub, tmp_path, monkeypatch):
+def test_a_refused_card_and_a_hub_out_of_reach_end_the_run_before_it_begins(
+    hub, tmp_path, monkeypatch
+):
     from huggingface_hub import constants
 
     hub.create("user/open")
@@ -180,7 +182,7 @@ def test_a_card_that_the_hub_refuses_and_a_hub_out_of_reach(hub, tmp_path, monke
     assert message.endswith("Use --publish.no-push_checkpoints to train all the same.")
 
 
-def test_a_place_is_asked_for_at_once(capsys):
+def test_publishing_without_a_repository_is_refused_at_once(capsys):
     assert run(["train", "--publish.enable"]) == 2
     assert "publish.repo_id is missing. Use --publish.repo_id user/name" in capsys.readouterr().err
 
@@ -360,7 +362,7 @@ def test_a_stop_ends_the_upload_and_the_command_that_is_printed_goes_on(hub, ptr
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("what", [[], ["--resumable"]], ids=["model", "checkpoint"])
-def test_a_stop_of_ptrain_publish(hub, ptrain, number, what):
+def test_a_stop_ends_ptrain_publish_and_its_retry_publishes(hub, ptrain, number, what):
     ptrain(*TRAIN, "--steps", 2, "--output_dir", "run")
     process = ptrain.start("publish", "run", "--repo_id", "user/run", *what)
     said, seconds = _stopped(process, hub, number, SENDING)
@@ -490,7 +492,7 @@ def test_the_newest_complete_one_is_taken_by_number(hub, ptrain, pushed, capsys)
     assert "fetching checkpoint 2 of user/run into mine" in said
 
 
-def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
+def test_wrong_ways_to_resume_from_the_hub_are_refused(hub, ptrain, pushed, capsys):
     def fails(*words):
         assert run(["resume", *words]) == 2
         return capsys.readouterr().err
@@ -511,7 +513,7 @@ def test_wrong_ways_to_resume_from_the_hub(hub, ptrain, pushed, capsys):
     assert "ptrain resume run" in said
 
 
-def test_the_section_survives_the_file(tmp_path):
+def test_the_publish_section_survives_the_file(tmp_path):
     from parallel_config.codec import parse
     from parallel_train.config import SCHEMA
 

@@ -88,7 +88,9 @@ def model_of(folder: Path) -> Path:
         ([], {}),
     ],
 )
-def test_pairs_or_json_on_the_command_line(words: list[str], found: dict[str, str]) -> None:
+def test_pairs_and_json_are_read_on_the_command_line(
+    words: list[str], found: dict[str, str]
+) -> None:
     assert parse(["train", *words]).command.run.dataset.rename == found
     assert positionals([*words, "--steps", "3", "run"], resume_flags()) == ["run"]
 
@@ -111,7 +113,7 @@ def test_flags_replace_the_mapping_of_a_file(tmp_path: Path) -> None:
         ('{"a"', "Expecting ':' delimiter"),
     ],
 )
-def test_words_that_are_no_mapping(
+def test_words_that_are_not_a_mapping_are_refused(
     word: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -146,7 +148,7 @@ def test_names_that_do_not_work_are_refused(rename: dict[str, str], message: str
         read_metadata(VIDEO, rename)
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         read_metadata(VIDEO, {"x": "y", "index": "i", STATE: TOP})
     assert len(caught.value.problems) == 3

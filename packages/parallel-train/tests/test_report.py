@@ -70,7 +70,7 @@ def test_losses_of_zero_or_infinity_are_drawn_too(tmp_path):
         (rows(1), "none/a.png", "cannot be written"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(tmp_path, capsys, lines, output, message):
+def test_a_run_that_cannot_be_drawn_is_refused(tmp_path, capsys, lines, output, message):
     folder = tmp_path / "run" if lines is None else write(tmp_path / "run", lines)
     flags = ["--output", str(tmp_path / output)] if output else []
     assert run(["report", str(folder), *flags]) == 2

@@ -84,7 +84,9 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained / "run", tmp_path / "run", symlinks=True))
 
 
-def test_the_same_data_go_on_without_a_word(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_on_the_same_data_prints_nothing_about_them(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     go_on(run)
     said = capsys.readouterr().out
     assert "normalization" not in said
@@ -94,7 +96,7 @@ def test_the_same_data_go_on_without_a_word(run: Path, capsys: pytest.CaptureFix
     assert (state["samples"], state["episodes"]) == (48, 4)
 
 
-def test_the_checkpoints_normalization_is_kept_and_what_is_new_is_told(
+def test_the_checkpoints_normalization_is_kept_and_what_is_new_is_reported(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write(tmp_path / "more", "open close open close open close open", size=5)
@@ -165,13 +167,13 @@ def test_only_what_the_policy_reads_is_compared() -> None:
     assert len(list(feature_problems(saved, moved, WAMConfig().reads))) == 1
 
 
-def test_a_world_that_is_no_observation_is_refused_of_a_new_run(tmp_path: Path) -> None:
+def test_a_new_run_refuses_a_world_that_is_not_an_observation(tmp_path: Path) -> None:
     data = write(tmp_path / "ds", "open")
     flags = shlex.split("--policy.type wam --policy.world effort --steps 1 --batch_size 4")
     job = training.job_of(
         parse(["train", *flags, "--dataset.root", str(data), "--output_dir", f"{tmp_path}/run"])
     )
-    with pytest.raises(ConfigError, match=r"policy\.world names 'effort', but what"):
+    with pytest.raises(ConfigError, match=r"policy\.world names 'effort', but a name"):
         train(job, StopRequest())
 
 

@@ -254,7 +254,7 @@ def test_two_jobs_for_one_run_end_with_an_error_that_names_the_other(run, monkey
         lock.release()
 
 
-def test_a_signal_before_the_first_update_is_no_lost_run(run):
+def test_a_signal_before_the_first_update_keeps_the_run_as_it_was(run):
     stop = StopRequest()
     with stop:
         os.kill(os.getpid(), 15)
@@ -326,7 +326,7 @@ def test_a_slip_in_a_users_own_file_stays_an_error(from_a_newer_version, capsys)
 
 
 def test_a_newer_policy_is_refused_where_it_would_act(from_a_newer_version, tmp_path):
-    """Its outputs could differ without a word; here a way out is told instead."""
+    """Its outputs could differ without a warning; the error names a way out instead."""
     model = from_a_newer_version / "checkpoints/000006/pretrained_model"
     config = shutil.copytree(model, tmp_path / "model") / "config.json"  # no manifest knows it
     document = json.loads(config.read_text())
@@ -336,7 +336,7 @@ def test_a_newer_policy_is_refused_where_it_would_act(from_a_newer_version, tmp_
     assert "a newer release may have written it. Upgrade the packages then." in str(caught.value)
 
 
-def test_a_byte_order_mark_in_a_json_that_a_person_edited_is_no_damage(finished, tmp_path):
+def test_a_byte_order_mark_in_a_json_that_a_person_edited_is_accepted(finished, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(finished / "checkpoints/000006/pretrained_model", model)
     data = tmp_path / "data"

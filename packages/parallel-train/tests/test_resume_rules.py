@@ -116,7 +116,7 @@ def sgd(**fields):
     return TrainConfig(optimizer=OptimizerConfig(type="sgd", **fields))
 
 
-def test_fields_that_sgd_does_not_have_are_said_to_be_without_effect():
+def test_fields_that_sgd_does_not_have_are_reported_as_without_effect():
     nothing = "(without effect: sgd reads of these only the first of betas, its momentum)"
     for now in (sgd(betas=(0.9, 0.95)), sgd(eps=1e-6)):
         (line,) = differences(sgd(), now)
@@ -142,7 +142,7 @@ def test_a_changed_momentum_of_sgd_is_in_force(tmp_path, monkeypatch):
     ]
 
 
-def test_episodes_that_are_held_out_late_are_told_to_have_been_trained_on():
+def test_episodes_that_are_held_out_late_are_reported_as_trained_on():
     saved = TrainConfig()
     for now, path in [
         (TrainConfig(eval=EvalConfig(fraction=0.2)), "eval.fraction: 0.0 -> 0.2"),

@@ -93,7 +93,9 @@ def test_what_does_not_fit_is_refused() -> None:
     blind = dataclasses.replace(SPEC, features={"action": SPEC.features["action"]})
     with pytest.raises(ConfigError, match=r"a float vector named observation"):
         model(blind)
-    with pytest.raises(ConfigError, match=r"policy.horizon_s = 0, but it is a positive number"):
+    with pytest.raises(
+        ConfigError, match=r"policy.horizon_s = 0, but it must be a positive number"
+    ):
         model(horizon_s=0)
     reward = model()
     assert {type(m).__name__ for m in reward.modules()} >= set(reward._fsdp_wrap_modules)

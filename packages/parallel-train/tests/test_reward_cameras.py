@@ -98,7 +98,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_train_sharded_convert_load(tmp_path: Path) -> None:
+def test_trained_sharded_and_converted_it_loads_again(tmp_path: Path) -> None:
     run_ranks(train_on_ranks, 1, 1, str(tmp_path / "one"), init=False, timeout_s=180)
     run_ranks(train_on_ranks, 2, 2, str(tmp_path / "two"), timeout_s=240)
     for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
@@ -175,7 +175,7 @@ def test_norms_of_pretrained_weights_are_saved_and_nothing_is_fetched(tmp_path: 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"names 'front', which the dataset does not have"):
         model(cameras=("front",))
-    with pytest.raises(ConfigError, match=r"policy.dim_model = 15, but it is even"):
+    with pytest.raises(ConfigError, match=r"policy.dim_model = 15, but it must be even"):
         model(dim_model=15)
     with pytest.raises(ConfigError, match=r"a float vector named observation"):
         model(cameras=())

@@ -69,7 +69,7 @@ def test_a_signal_before_a_process_can_answer_waits_for_it():
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
 
 
-def test_the_end_of_the_launcher_is_a_request_and_its_presence_none():
+def test_a_process_is_asked_to_stop_when_its_launcher_ends_and_not_before():
     reading, writing = os.pipe()
     with StopRequest() as stop:
         stop_without_launcher(reading)
@@ -83,7 +83,7 @@ def test_the_end_of_the_launcher_is_a_request_and_its_presence_none():
     os.close(reading)
 
 
-def test_a_number_that_is_no_descriptor_here_is_no_request():
+def test_a_descriptor_that_is_not_open_here_does_not_stop_the_process():
     reading, writing = os.pipe()
     os.close(reading)
     os.close(writing)

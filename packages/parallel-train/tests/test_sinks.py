@@ -26,7 +26,7 @@ class Broken(LineSink):
         raise OSError(28, f"No space left for {self._name}")
 
 
-def test_a_sink_that_cannot_be_closed_keeps_no_other_open():
+def test_every_sink_is_closed_although_one_cannot_be():
     closed = []
     with (
         pytest.raises(OSError, match="No space left for"),

@@ -55,7 +55,7 @@ def test_every_frame_is_the_one_at_its_time_in_any_order() -> None:
     assert len({image.tobytes() for image in expected}) > 60  # the frames do differ
 
 
-def test_pictures_are_found_where_float32_no_longer_tells_their_time(tmp_path: Path) -> None:
+def test_pictures_are_found_where_float32_cannot_hold_their_time(tmp_path: Path) -> None:
     """4096 s into an episode a third of a second is 1.6e-4 s off, more than the tolerance."""
     count, fps = 12_320, 3
     grey = (np.arange(count) % 5 * 50).astype(np.uint8)
@@ -80,7 +80,7 @@ def test_the_past_of_a_camera_stops_at_its_episode() -> None:
         assert torch.equal(batch[TOP][row], whole.__getitems__(frames)[TOP])
 
 
-def test_cameras_that_nobody_asked_for_are_not_decoded() -> None:
+def test_cameras_that_were_not_asked_for_are_not_decoded() -> None:
     assert TOP not in LeRobotDataset(VIDEO)[0]
     assert TOP not in LeRobotDataset(VIDEO).stats
 
@@ -129,7 +129,7 @@ def write_video(file: Path, frames: list[np.ndarray[Any, Any]]) -> None:
         container.mux(stream.encode(None))
 
 
-def test_several_cameras_and_files(tmp_path: Path) -> None:
+def test_several_cameras_and_files_are_read(tmp_path: Path) -> None:
     root = tmp_path / "dataset"
     several_files(root)
     dataset = LeRobotDataset(root, {"action": [0.0, 0.1]}, cameras=[TOP, SIDE])

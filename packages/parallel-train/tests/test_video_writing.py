@@ -141,19 +141,21 @@ def test_a_file_is_passed_through_once_and_not_between_its_key_frames(tmp_path: 
     assert cost(47, 42) == 8  # back to 40, then in the order of time
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_pictures_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     odd = Episode(np.zeros((2, 3), np.float32), np.zeros((2, 2), np.float32), "look")
     with pytest.raises(ValueError, match=r"episode 1 has cameras \[\], not \['observation.images"):
         write_dataset(tmp_path, [episode(2, TOP), odd], fps=FPS)
     uneven = {TOP: np.zeros((2, 31, 48, 3), np.uint8)}
-    with pytest.raises(ValueError, match=r"pictures of 31 x 48 pixels, but both are even"):
+    with pytest.raises(ValueError, match=r"pictures of 31 x 48 pixels, but both must be even"):
         write_dataset(tmp_path, [Episode(odd.state, odd.action, "look", uneven)], fps=FPS)
 
 
-def test_a_video_that_ends_early_is_told(tmp_path: Path) -> None:
+def test_a_video_that_ends_early_is_refused(tmp_path: Path) -> None:
     write_dataset(tmp_path, [episode(10, TOP)], fps=FPS, codec="mpeg4", key_frame_every=4)
     frames = video.VideoFrames(tmp_path, FPS, 1e-4)
-    with pytest.raises(video.ConfigError, match=r"no frame at 0.5000 s .* is at 0.4500 s"):
+    with pytest.raises(
+        video.ConfigError, match=r"does not have a frame at 0.5000 s .* is at 0.4500 s"
+    ):
         frames.read(FILE, np.array([0.1, 0.5]))
     read = torch.from_numpy(frames.read(FILE, np.array([0.45, 0.0])))  # and goes on working
     assert not torch.equal(read[0], read[1])

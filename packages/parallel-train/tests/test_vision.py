@@ -157,7 +157,7 @@ def test_codes_of_places_have_any_width(dim: int) -> None:
     assert len(codes.unique(dim=0)) == 15
 
 
-def test_a_policy_of_an_even_width_that_is_no_multiple_of_four_sees() -> None:
+def test_a_policy_whose_even_width_is_not_a_multiple_of_four_sees() -> None:
     changed = config(use_vae=False, n_heads=1)
     model: Any = build_policy(dataclasses.replace(changed, dim_model=30), SPEC)
     batch = {"observation.state": torch.zeros(1, 4), TOP: torch.zeros(1, 3, 64, 64)}

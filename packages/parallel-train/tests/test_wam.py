@@ -135,7 +135,7 @@ def test_world_and_action_read_everything(changes: dict[str, Tensor]) -> None:
         assert (before - after).abs().amax(dim=(1, 2)).min() > 1e-4
 
 
-def test_the_context_reads_no_noise_and_nobody_reads_the_filling_of_a_short_text() -> None:
+def test_the_context_does_not_read_noise_and_no_token_reads_the_filling_of_a_text() -> None:
     model = policy()
     contexts: list[Tensor] = []
     hook = model.layers[0].register_forward_hook(
@@ -288,7 +288,7 @@ def test_the_largest_preset_is_planned_for_eight_ranks() -> None:
     assert max(unit.num_params for unit in layers) < 2.5e8
 
 
-def test_deltas_and_declared_names() -> None:
+def test_deltas_sizes_units_and_methods_follow_from_the_config() -> None:
     assert tiny().delta_timestamps(10) == {
         "action": [0.0, 0.1, 0.2, 0.3, 0.4, 0.5],
         "observation.state": [0.0, 0.3, 0.6],
@@ -303,12 +303,12 @@ def test_deltas_and_declared_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_layers": 0}, r"policy.n_layers = 0, but it is at least 1"),
+        ({"n_layers": 0}, r"policy.n_layers = 0, but it must be at least 1"),
         ({"preset": "7b"}, r"policy.preset = '7b' is unknown.*tiny or 100m or 1b or 6b"),
         ({"world": ()}, r"policy.world = \[\] does not name an observation"),
         ({"n_action_steps": 9}, r"policy.n_action_steps = 9 exceeds policy.chunk_size = 6"),
-        ({"world_weight": -1.0}, r"policy.world_weight = -1.0, but it is at least 0"),
-        ({"camera_weight": -1.0}, r"policy.camera_weight = -1.0, but it is at least 0"),
+        ({"world_weight": -1.0}, r"policy.world_weight = -1.0, but it must be at least 0"),
+        ({"camera_weight": -1.0}, r"policy.camera_weight = -1.0, but it must be at least 0"),
         ({"image_size": 24, "patch_size": 16}, r"policy.patch_size = 16 does not divide.*_size 12"),
     ],
 )

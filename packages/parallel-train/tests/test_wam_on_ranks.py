@@ -139,7 +139,7 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks_and_repeats() -> N
             assert rank == pytest.approx(alone, rel=1e-6)
 
 
-def test_noise_of_samples_is_noise() -> None:
+def test_noise_of_samples_is_normal_and_belongs_to_the_sample() -> None:
     import torch
 
     from parallel_train.policies.noise import noise_of_samples, times_of_samples

@@ -48,12 +48,13 @@ class LoggingConfig:
     takes the number from a table of common NVIDIA GPUs, and leaves mfu out for other devices."""
 
     def __post_init__(self) -> None:
+        # "not <" also refuses NaN.
         if self.peak_flops is not None and not 0 < self.peak_flops < float("inf"):
             report(
                 [
                     Problem(
                         "logging.peak_flops",
-                        f"= {self.peak_flops}, but it is a positive finite number.",
+                        f"= {self.peak_flops}, but it must be a positive finite number.",
                         "Use --logging.peak_flops 989e12, or None.",
                     )
                 ]
@@ -105,6 +106,7 @@ class TrainConfig:
     """What goes to the Hugging Face Hub, and where."""
 
     def __post_init__(self) -> None:
+        # A shell does not expand --output_dir=~/runs, nor a path in a file.
         if isinstance(self.output_dir, str) and self.output_dir.startswith("~"):
             object.__setattr__(self, "output_dir", str(Path(self.output_dir).expanduser()))
         report(self._problems())
@@ -121,9 +123,10 @@ class TrainConfig:
             if value < least:
                 yield Problem(
                     name,
-                    f"= {value}, but it is at least {least}.",
+                    f"= {value}, but it must be at least {least}.",
                     f"Use --{name} {least} or more.",
                 )
+        # numpy.random.seed takes 32 bits; torch and python would take more.
         if self.seed >= 2**32:
             yield Problem(
                 "seed",
@@ -152,10 +155,11 @@ def read_config(
     text, toml = read_config_text(file)
     document = parse(text, source=str(file), toml=toml)
     policy = document.get("policy")
+    # A file may hold anything here; the schema reports it with its path.
     named = policy.get("type") if isinstance(policy, dict) else None
     return SCHEMA.from_document(
         document,
         source=str(file),
         trusted=trusted or (named is not None and named == repeated_type),
-        leave_out_unknown=not trusted,
+        leave_out_unknown=not trusted,  # a slip in the user's own file is an error
     )

@@ -81,6 +81,7 @@ def train(job: Job, stop: StopRequest, facts: LaunchFacts | None = None) -> Outc
     publisher = RunPublisher(
         config, decided.files, decided.topology, is_main=facts.is_main, metadata=metadata
     )
+    # Before anything is built or written: a token may be wrong, and training takes days.
     publisher.check()
     loop, notes = _make_ready(job, decided, opened, publisher, metadata, facts)
     done = _carry_out(loop, notes, decided, opened, publisher, stop)
@@ -174,6 +175,7 @@ def _carry_out(
         began = time.perf_counter()
         done = loop.run(stop, opened.restore_rng if opened else None)
         sinks.note(summary(decided, loop.start_step, done, time.perf_counter() - began))
+        # A run that was stopped goes on later: its model is not the one to publish.
         if done == loop.config.steps:
             with loop.prepared.averaged():
                 publisher.stage(loop.prepared.model, step=done, files=loop.model_files)

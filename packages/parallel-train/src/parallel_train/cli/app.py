@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _leave_requests(INTERRUPTED)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our output, `head` say, had enough
+        # Python flushes stdout once more at its exit, and would fail there again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(DONE)
 
@@ -57,6 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         argv = fetched(argv)
+        # Alone, `ptrain` shows what it can do.
         parsed = parse(list(argv) or ["--help"])
     except ReportedError as error:
         return fail(error, "ptrain " + " ".join(argv[:1]))

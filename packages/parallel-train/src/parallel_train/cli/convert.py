@@ -23,6 +23,7 @@ def run(parsed: Parsed) -> int:
         return _convert(parsed.command)
     except DamagedCheckpoint as error:
         fail(error, "ptrain convert")
+        # Damage is not wrong input: scripts tell the two apart by the code.
         return FAILED
     except ReportedError as error:
         return fail(error, "ptrain convert")
@@ -39,6 +40,7 @@ def _convert(command: ConvertCommand) -> int:
 
     from parallel_ckpt.convert import convert
 
+    # To stderr, so that stdout holds the result alone.
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("convert", total=None)

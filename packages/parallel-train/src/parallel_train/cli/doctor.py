@@ -37,12 +37,15 @@ from parallel_train.cli.parsing import Parsed
 from parallel_train.data.config import EMBEDDED_ROOT
 
 Level = Literal["ok", "note", "miss", "fail"]
-"""ok: there; note: works, but look; miss: an option that is not there; fail: no training here."""
+"""ok: it is there. note: it works, but have a look. miss: an option is not there. fail: training
+cannot run here."""
 
 TORCHRUN_PORT = 29500
+# Below these only a note is shown: training may still run.
 ENOUGH_FILES = 1024
 ENOUGH_SHARED_BYTES = 1 << 30
 ENOUGH_DISK_BYTES = 1 << 30
+# 8 MiB: enough to see the rate of a slow disk, over in a moment on any.
 TRIAL_BYTES = 1 << 23
 TRIAL_S = 10
 
@@ -106,6 +109,7 @@ def _packages() -> Iterator[Finding]:
     for package in ours:
         for requirement in importlib.metadata.requires(package) or ():
             match = re.match(r"[\w.-]+", requirement)
+            # A condition marks an extra, which `_extras` reports, or another platform.
             if match and ";" not in requirement:
                 wanted.setdefault(match[0], set()).add(requirement[match.end() :])
     for name in ("parallel-train", *sorted(wanted)):
@@ -136,6 +140,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     """The release of a version, without trailing zeros: 2.15.0+cpu is (2, 15)."""
     release = re.match(r"[\d.]+", version)
     numbers = [int(part) for part in (release[0] if release else "").split(".") if part]
+    # 2.0 and 2 are one version.
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
@@ -144,6 +149,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _devices() -> Iterator[Finding]:
     import torch
 
+    # The cores that this process may use; a container often has fewer than the machine.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = os.environ.get("OMP_NUM_THREADS")
     yield Finding("cpu", "ok", f"{cores} cores, OMP_NUM_THREADS {threads or 'not set'}")
@@ -152,6 +158,7 @@ def _devices() -> Iterator[Finding]:
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
         text = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, bf16 "
+        # By default torch counts emulation as support.
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         yield Finding(f"cuda:{index}", "ok", text + ("in hardware" if bf16 else "emulated, slow"))
     if not count:
@@ -169,6 +176,7 @@ def _ranks() -> Iterator[Finding]:
     import torch
     import torch.distributed as dist
 
+    # Port 0: the system chooses a free one.
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield Finding("port", "ok", f"a free one found ({server.getsockname()[1]})")
     taken = _is_taken(TORCHRUN_PORT)
@@ -211,6 +219,7 @@ def _try_gloo() -> str:
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
+    # Two threads and a store in memory: gloo is tried without processes or a port.
     store = HashStore()
 
     def rank(number: int) -> float:
@@ -247,6 +256,7 @@ def _environment() -> Iterator[Finding]:
         shown = ", ".join(f"{name} = {value!r}" for name, value in left.items())
         yield Finding("launch", "note", f"left of a launcher, unset them outside of one: {shown}")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # -1 means no limit.
     few = 0 <= files < ENOUGH_FILES
     text = f"{files} may be open; loader workers need many: ulimit -n 4096" if few else str(files)
     yield Finding("open files", "note" if few else "ok", text)
@@ -266,6 +276,7 @@ def shared_memory(path: Path) -> Iterator[Finding]:
 
 def _disk(folder: Path) -> Iterator[Finding]:
     """Whether checkpoints written below `folder` will be durable."""
+    # The run folder need not exist yet: its first parent that does lies on the same disk.
     existing = next(
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
     )
@@ -286,11 +297,13 @@ def _disk(folder: Path) -> Iterator[Finding]:
 def _durability(folder: Path) -> Iterator[Finding]:
     started = time.perf_counter()
     with (folder / "file").open("wb") as file:
+        # Random bytes: a file system that compresses would show a rate of its own.
         file.write(os.urandom(TRIAL_BYTES))
         file.flush()
         os.fsync(file.fileno())
     rate = TRIAL_BYTES / (time.perf_counter() - started)
     yield Finding("flush", "ok", f"files reach the disk, {rate / 1e6:.0f} MB/s")
+    # A rename is durable only once its folder is flushed, and a checkpoint is committed by one.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -300,6 +313,7 @@ def _durability(folder: Path) -> Iterator[Finding]:
     finally:
         os.close(descriptor)
     try:
+        # Some file systems do not have links.
         os.symlink("file", folder / "link")
         yield Finding("links", "ok", "`last` is a link")
     except OSError:
@@ -310,6 +324,7 @@ def _extras() -> Iterator[Finding]:
     """What the extras of parallel-train add."""
     wanted: dict[str, list[str]] = {}
     for requirement in importlib.metadata.requires("parallel-train") or ():
+        # Requires-Dist: NAME ... ; extra == "EXTRA"
         match = re.match(r"([\w.-]+).*;.*extra == ['\"]([\w-]+)['\"]", requirement)
         if match:
             wanted.setdefault(match[2], []).append(match[1])

@@ -25,6 +25,7 @@ RESULTS = "results.json"
 def run(parsed: Parsed) -> int:
     """Print and keep a line per task and controller at once. Returns 0, or 2 for wrong input."""
     command: EvaluateCommand = parsed.command
+    # Looked for without an import, which takes seconds.
     if importlib.util.find_spec("metaworld") is None:
         print('ptrain evaluate needs MetaWorld: pip install "parallel-train[sim]"', file=sys.stderr)
         return WRONG_INPUT
@@ -49,6 +50,7 @@ def _evaluate(command: EvaluateCommand) -> None:
         results.append(result)
         text = _document(command, results, pictures)
         pictures.folder.mkdir(parents=True, exist_ok=True)
+        # After every result: hours of rollouts must not be lost with the process.
         (pictures.folder / RESULTS).write_text(text + "\n", encoding="utf-8")
         if not command.json:
             print(result, flush=True)
@@ -109,6 +111,7 @@ class Pictures:
         task, number, rollout = played.task, played.number, played.rollout
         end = "solved" if rollout.success else "failed"
         name = f"{task}_{end}.gif"
+        # Expert and chance are there for the numbers.
         if played.controller != "policy" or name in self.names:
             return
         path, title = self.folder / name, f"{task}, episode {number}: {end}"

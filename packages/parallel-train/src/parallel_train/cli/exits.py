@@ -31,12 +31,14 @@ def end_at_once(number: int) -> None:
 
     Checkpoints are committed by rename, so that ending at any moment damages none.
     """
+    # Without cleanup, which may wait for a peer or for the network.
     os._exit(by_signal(number))
 
 
 def fail(error: Exception, where: str) -> int:
     """Print the error as one block and give the exit code of wrong input."""
     text = str(error)
+    # A block of several problems has a heading of its own.
     print(f"{where.strip()}: error\n" if "\n" not in text else "", end="", file=sys.stderr)
     print(text, file=sys.stderr)
     return WRONG_INPUT

@@ -1,4 +1,4 @@
-"""What tyro leaves open: booleans that take a word, and where the positional stands.
+"""Reads what tyro leaves open: booleans that take a word, and where the positional stands.
 
 The table of flags is read from the dataclasses, so that no list has to be kept by hand.
 """
@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from parallel_config import ConfigError, Problem
 
+# About 30 years: a timedelta overflows at 8.6e13 s, and infinity is not one.
 _LONGEST_S = 1e9
 MANY = -1
 """Arity of a flag that takes any number of values."""
@@ -37,6 +38,7 @@ def normalize(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
         token = argv[index]
         index += 1
         name, value = _split(token)
+        # An unknown flag passes as it is: tyro reports it, with the names that come near.
         if name is None or flags.get(name.removeprefix("no.")) != 0:
             result.append(token)
             continue
@@ -45,6 +47,7 @@ def normalize(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
         if value is None and index < len(argv) and argv[index].lower() in ("true", "false"):
             value = argv[index]
             index += 1
+        # `--no-x false` is x: the two negations meet.
         result.append(_boolean(name, _truth(name, value) != negated))
     return result
 
@@ -61,6 +64,7 @@ def positionals(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
                 found.append(token)
             continue
         name, value = _split(token)
+        # An unknown flag most likely takes one value; tyro refuses it later anyway.
         arity = flags.get((name or "").removeprefix("no."), 1)
         if value is None and arity == 0 and index < len(argv):
             index += argv[index].lower() in ("true", "false")
@@ -79,12 +83,13 @@ def value_of(argv: Sequence[str], name: str) -> str | None:
         flag, value = _split(token)
         if flag == name:
             following = argv[index + 1] if index + 1 < len(argv) else None
+            # Without a break: of a repeated flag the last one wins, as in tyro.
             found = following if value is None else value
     return found
 
 
 def seconds(name: str, value: float | str) -> float:
-    """A time that is to be waited for.
+    """Read a time to wait for.
 
     Raises:
         ConfigError: it is not a number, or not above 0.
@@ -95,7 +100,9 @@ def seconds(name: str, value: float | str) -> float:
         number = 0.0
     if not 0 < number <= _LONGEST_S:
         raise ConfigError(
-            Problem(f"--{name}", f"= {value}, but it is a number of seconds above 0.", "Use 600.")
+            Problem(
+                f"--{name}", f"= {value}, but it must be a number of seconds above 0.", "Use 600."
+            )
         )
     return number
 
@@ -127,6 +134,7 @@ def _arity(hint: Any) -> int:
         return 0
     if get_origin(hint) is dict:
         return MANY
+    # `X | None` is read as X.
     options = get_args(hint) if get_origin(hint) is not tuple else (hint,)
     for option in options or (hint,):
         if get_origin(option) in (list, tuple, set, frozenset):
@@ -144,6 +152,7 @@ def _split(token: str) -> tuple[str | None, str | None]:
     head, dot, leaf = name.rpartition(".")
     if name.startswith("no_"):
         name = f"no.{name[3:]}"
+    # tyro writes the negation of a nested flag at its last part: --a.no-x.
     elif leaf.startswith("no_"):
         name = f"no.{head}{dot}{leaf[3:]}"
     return name, value if equals else None

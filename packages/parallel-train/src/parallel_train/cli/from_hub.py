@@ -35,8 +35,10 @@ def fetched(argv: Sequence[str]) -> list[str]:
             the main rank says why.
     """
     source = argv_flags.value_of(argv[1:], "from_hub")
+    # Help must not fetch.
     if argv[:1] != ["resume"] or source is None or {"-h", "--help"} & set(argv):
         return list(argv)
+    # The next flag was taken for the value.
     if source.startswith("--"):
         raise ConfigError(Problem("from_hub", "needs a value.", "Use --from_hub user/run."))
     from parallel_train.cli.parsing import resume_flags
@@ -55,6 +57,7 @@ def fetched(argv: Sequence[str]) -> list[str]:
     if facts.world_size > 1:
         from parallel_engine import connect
 
+        # By hand: flags are parsed over the config, which is fetched only now.
         timeout_s = argv_flags.value_of(argv[1:], "timeout_s") or LaunchOptions.timeout_s
         connect(timeout=timedelta(seconds=argv_flags.seconds("timeout_s", timeout_s)))
     from parallel_publish.fetching import on_main_at_leisure
@@ -69,10 +72,12 @@ def fetched(argv: Sequence[str]) -> list[str]:
 
         if facts.is_main or not is_agreed(error):
             fail(error, "ptrain resume")
+        # Without a barrier: an error that is this rank's own has not reached the others.
         leave(WRONG_INPUT, together=False)
     flags = _flags(checkpoint, source)
     if NO_WANDB in flags and facts.is_main and not argv_flags.is_given(argv, "logging.wandb"):
         print("not logged to Weights & Biases here, as it was there: add --logging.wandb to do so")
+    # The user's flags come last, so they win over those that turn things off.
     rest = without_flags(argv[1:], ("from_hub",))
     return [argv[0], str(checkpoint), *flags, *rest]
 
@@ -95,12 +100,14 @@ def _fetch(source: str, output_dir: str | None) -> Path:
         )
     if not sys.stderr.isatty():
         without_bars()
+    # The branch may move while files are fetched: all are taken from one commit.
     target = at_one_state(Target(repo_id=repo_id, revision=branch or CHECKPOINTS_BRANCH))
     step, skipped = newest_on_hub(target)
     for line in skipped:
         print(f"skipped {line}", flush=True)
     folder = Path(output_dir or default_output_dir(repo_id.partition("/")[2])).expanduser()
     here = max(RunFolder(folder).committed_steps(), default=-1)
+    # Older steps from the Hub must not become the newest of a run that went further here.
     if here > step:
         raise ConfigError(
             Problem(
@@ -129,6 +136,7 @@ def _flags(checkpoint: Path, source: str) -> list[str]:
         same = section.get("repo_id") == source.partition("@")[0]
     except (OSError, ValueError, AttributeError):
         return []  # reading the config for the resume reports it with its place
+    # Only what the checkpoint turns on is turned off, so that nothing else shows as changed.
     flags = [NO_WANDB] if logged else []
     if same or not (section.get("enable") or section.get("push_checkpoints")):
         return flags

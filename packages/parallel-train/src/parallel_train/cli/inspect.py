@@ -18,6 +18,7 @@ def run(parsed: Parsed) -> int:
         info = inspect(command.path)
     except DamagedCheckpoint as error:
         fail(error, "ptrain inspect")
+        # Damage is not wrong input: scripts tell the two apart by the code.
         return FAILED
     except ReportedError as error:
         return fail(error, "ptrain inspect")

@@ -53,6 +53,7 @@ class Worker:
     def kill(self) -> None:
         """End the rank and whatever it started."""
         with contextlib.suppress(ProcessLookupError):
+            # The session that the rank was started in: its loader workers are in the same group.
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def __str__(self) -> str:
@@ -116,6 +117,7 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
 @contextlib.contextmanager
 def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[None]:
     """Start the ranks. Within, they know that the launcher is there."""
+    # -u: lines of a rank that is killed must not stay in a buffer.
     command = [sys.executable, "-u", "-m", "parallel_train", *argv]
     # Opened here and handed to rank 0, so that no other program can take the port in between.
     with socket.create_server((HOST, 0), backlog=count) as meeting, _pipe() as watched:
@@ -134,7 +136,7 @@ def _start(workers: list[Worker], argv: Sequence[str], count: int) -> Iterator[N
 
 
 def _environment(rank: int, count: int, meeting: socket.socket, watched: int) -> dict[str, str]:
-    """The launcher's own environment, and what a rank needs beside it."""
+    """The launcher's own environment, and what a rank needs in addition."""
     given = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -148,6 +150,7 @@ def _environment(rank: int, count: int, meeting: socket.socket, watched: int) ->
     # One thread per rank, as torchrun does: ranks that each use every core slow one another down.
     return {
         "OMP_NUM_THREADS": "1",
+        # After OMP_NUM_THREADS, which the user may have set; before what the ranks are given.
         **without_launch(os.environ),
         **{name: str(value) for name, value in given.items()},
     }
@@ -174,6 +177,8 @@ def _wait(
         ended = [worker for worker in workers if worker.process.returncode]
         # Ranks that leave with 0 have all met before; the main rank may still be publishing.
         if first is None and ended:
+            # Of several that ended between two looks, one that died of a signal (a negative code)
+            # is the cause.
             first = min(ended, key=lambda w: w.process.returncode)
             if not is_well(first.process.returncode) and now + PEERS_S < deadline:
                 deadline, why = now + PEERS_S, f"did not leave within {PEERS_S:g} s after {first}"

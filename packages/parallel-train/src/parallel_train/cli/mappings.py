@@ -1,4 +1,4 @@
-"""Flags that hold a mapping of names: OLD=NEW pairs, or one JSON mapping."""
+"""Reads flags that hold a mapping of names: OLD=NEW pairs, or one JSON mapping."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def _pairs(word: str) -> list[tuple[str, str]]:
         if not (old and equals and new):
             raise ValueError(f"{word!r} is not a pair OLD=NEW")
         return [(old, new)]
+    # As pairs: a dict would keep the last of two equal keys without a word.
     pairs: Any = json.loads(word, object_pairs_hook=list)
     for pair in pairs:
         if not isinstance(pair[1], str):

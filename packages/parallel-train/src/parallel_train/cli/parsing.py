@@ -78,6 +78,7 @@ def parse(argv: Sequence[str]) -> Parsed:
     name = argv[0] if argv else ""
     words = list(argv[1:])
     default, notes, saved = _default(name, words)
+    # tyro stops at the first error; sections report theirs here instead, so that all are shown.
     with collect_problems() as problems:
         command = tyro.cli(
             _command_type(name, default),
@@ -111,6 +112,7 @@ def _command_type(name: str, default: Any) -> Any:
             else subcommand(known, description=doc)
         )
         options.append(Annotated[cls, chosen])
+    # Built from values, which the | of types cannot be.
     return Union[tuple(options)]  # noqa: UP007
 
 
@@ -196,6 +198,7 @@ def _over_checkpoint(
     repeated = argv_flags.value_of(words, "policy.type") or named
     checkpoint = SavedRun.read(step, repeated_type=repeated, manifest=manifest)
     saved = checkpoint.loaded
+    # As documents: only they tell which values the file gives and which are defaults.
     below = SCHEMA.to_document(saved.config)
     if "parallelism" in own or argv_flags.is_given(words, "parallelism"):
         # A degree that is given does not go with the other one that was resolved for other ranks.
@@ -269,6 +272,8 @@ def _flags(*commands: Any) -> dict[str, int]:
     table: dict[str, int] = {}
     for command in commands:
         if command is None:
+            # Commands without a config. One table serves all of them: a flag that two of them share
+            # takes as many values in both.
             command = InspectCommand(path="")
             table |= argv_flags.flag_table(
                 command,
@@ -283,6 +288,7 @@ def _flags(*commands: Any) -> dict[str, int]:
         for name, arity in argv_flags.flag_table(command).items():
             table[name.removeprefix("run.").removeprefix("launch.")] = arity
         table["policy.type"] = 1
+        # It is spelled policy.type, and path has no flag.
         table.pop("policy_type", None)
         table.pop("path", None)
     return table

@@ -28,6 +28,7 @@ def run(parsed: Parsed) -> int:
             ConfigError(Problem("world_size", message, "Use --world_size 64.")), "ptrain plan"
         )
     try:
+        # Only `meta` is read: a plan needs shapes and no frames.
         spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
         found = plan(
             lambda: build_policy(config.policy, spec),
@@ -48,6 +49,7 @@ def run(parsed: Parsed) -> int:
 
 def _states_per_param(config: TrainConfig) -> int:
     """Moments of the optimizer, and the average of the weights."""
+    # torch's SGD keeps a buffer only with momentum; Adam and AdamW keep two.
     has_momentum = config.optimizer.betas[0] > 0
     moments = int(has_momentum) if config.optimizer.type == "sgd" else 2
     return moments + (config.ema.decay is not None)

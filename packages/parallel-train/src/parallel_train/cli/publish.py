@@ -72,6 +72,7 @@ def spoken(error: E, names: Mapping[str, str] = MappingProxyType({})) -> E:
 
     problems = [
         Problem(
+            # An empty group first, so that both patterns have the name in group 2.
             re.sub(r"^()publish\.(\w+)$", word, problem.path),
             problem.message,
             re.sub(r"(--)publish\.(\w+)", word, problem.remedy),
@@ -121,6 +122,7 @@ def publish(
     """
     from parallel_publish import publish_checkpoint
 
+    # The card is made here: `parallel_publish` does not know policies.
     card = _card(path, str(config.repo_id))
     with StopRequest(announce=ANNOUNCEMENT, on_second=end_at_once) as stop:
         result = publish_checkpoint(
@@ -150,6 +152,7 @@ def _push(command: PublishCommand, config: PublishConfig) -> int:
     from parallel_publish.pushing import push_command
 
     unused = ("license", "tags", "base_model", "dtype", "max_shard_size")
+    # Compared with the defaults: what was not given must not be refused.
     default = PublishCommand(path=command.path, repo_id=command.repo_id)
     given = [name for name in unused if getattr(command, name) != getattr(default, name)]
     if given:
@@ -162,6 +165,7 @@ def _push(command: PublishCommand, config: PublishConfig) -> int:
             )
         )
     checkpoint = resolve_checkpoint(command.path)
+    # Checkpoints have a branch of their own, unless the user names one.
     target = Target.of_checkpoints(config)
     if command.revision is not None:
         target = Target.of(config)

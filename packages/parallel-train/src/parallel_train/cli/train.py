@@ -70,6 +70,7 @@ def start(parsed: Parsed, job: Callable[[Parsed], Job]) -> int:
     """
     command: TrainCommand | ResumeCommand = parsed.command
     if command.print_config:
+        # To stderr: stdout holds JSON alone.
         for line in parsed.notes:
             print(line, file=sys.stderr)
         print(SCHEMA.dump(command.run), end="")
@@ -89,7 +90,7 @@ def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:
     from parallel_train.cli.launcher import launch, without_flags
 
     if nproc < 1:
-        return _refuse("--nproc_per_node", f"= {nproc}, but it is at least 1.", "")
+        return _refuse("--nproc_per_node", f"= {nproc}, but it must be at least 1.", "")
     if facts.is_launched:
         return _refuse(
             "--nproc_per_node",
@@ -98,7 +99,10 @@ def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:
         )
     grace_s = parsed.command.launch.grace_s
     if not 0 <= grace_s < float("inf"):
-        return _refuse("--grace_s", f"= {grace_s}, but it is a number of seconds.", "Use 30.")
+        return _refuse(
+            "--grace_s", f"= {grace_s}, but it must be a number of seconds from 0.", "Use 30."
+        )
+    # A rank that saw --nproc_per_node would launch again.
     argv = without_flags(parsed.argv, ("nproc_per_node", "grace_s"))
     return launch(argv, nproc_per_node=nproc, grace_s=grace_s)
 
@@ -110,6 +114,7 @@ def _refuse(path: str, message: str, remedy: str) -> int:
 def _work(parsed: Parsed, facts: LaunchFacts, job: Callable[[Parsed], Job]) -> int:
     """Be a rank. Its exit code; one of several leaves the process here."""
     # Before torch is imported: a signal during the start is a request like any other.
+    # Once per run: the launcher announces for its ranks, else the main rank does.
     announce = "" if facts.launcher_fd is not None or not facts.is_main else ANNOUNCEMENT
     with StopRequest(announce=announce, on_second=end_at_once) as stop:
         if facts.launcher_fd is not None:
@@ -118,6 +123,7 @@ def _work(parsed: Parsed, facts: LaunchFacts, job: Callable[[Parsed], Job]) -> i
         if facts.world_size > 1:
             from parallel_engine import leave
 
+            # A rank that failed must not wait for its peers, who may be in a collective.
             leave(code, together=is_well(code))
     return code
 
@@ -125,6 +131,7 @@ def _work(parsed: Parsed, facts: LaunchFacts, job: Callable[[Parsed], Job]) -> i
 def _train(
     parsed: Parsed, facts: LaunchFacts, job: Callable[[Parsed], Job], stop: StopRequest
 ) -> int:
+    # Here and not above: the launcher, --print_config and errors of flags need no torch.
     from parallel_engine import NonFiniteError, PeerError, UnusedParametersError, connect
     from parallel_train.train import train
 
@@ -156,6 +163,7 @@ def _finish(outcome: Outcome, facts: LaunchFacts, stop: StopRequest) -> int:
     from parallel_engine import part
 
     part()
+    # The ranks have parted: no collective waits for the network.
     if not facts.is_main or outcome.publisher.finish(stop.is_asked):
         return code
     return code or NOT_PUBLISHED  # a scheduler must still see that the run is to be started again

@@ -18,6 +18,7 @@ def run(parsed: Parsed) -> int:
         report = verify(command.path, fast=command.fast)
     except DamagedCheckpoint as error:
         fail(error, "ptrain verify")
+        # A manifest that is damaged is damage too: exit code 1, as for any other file.
         return FAILED
     except ReportedError as error:
         return fail(error, "ptrain verify")

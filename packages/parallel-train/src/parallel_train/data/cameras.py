@@ -1,4 +1,4 @@
-"""The pictures of a dataset: which file and time each frame of each camera has."""
+"""Reads the pictures of a dataset: from which file and at which time, for each frame and camera."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class Cameras:
         self.stats = {name: _stats(metadata, name) for name in names}
         """Per channel, of values in [0, 1]: arrays of shape [3, 1, 1]."""
         self._video = VideoFrames(metadata.root, metadata.spec.fps, tolerance_s) if names else None
+        # A missing file must show now, not in the middle of the first epoch.
         for file in sorted({self._span(e, n).file for e in range(len(lengths)) for n in names}):
             assert self._video is not None
             self._video.check(file)
@@ -57,17 +58,23 @@ class Cameras:
     def read(self, name: str, rows: Indices) -> Tensor:
         """Pictures of the frames `rows` (any shape): uint8 [*rows.shape, 3, height, width]."""
         assert self._video is not None
+        # Padding repeats frames: each is decoded once, and the copies are laid out at the end.
         flat, back = np.unique(rows, return_inverse=True)
         spans = [self._span(episode, name) for episode in self._episode_of[flat].tolist()]
         starts = np.array([span.from_s for span in spans], dtype=np.float64)
+        # Episodes lie one after another in a file: the time in the file is not the one in the
+        # episode.
         times = starts + self._frame_index[flat] / self._metadata.spec.fps
         files = np.array([span.file for span in spans])
         images: list[npt.NDArray[np.uint8] | None] = [None] * len(flat)
+        # By file, so that each one is passed through once per batch.
         for file in dict.fromkeys(files.tolist()):
             at = np.flatnonzero(files == file)
             for place, image in zip(at, self._video.read(file, times[at]), strict=True):
                 images[place] = image
+        # Every place is filled: the condition only tells mypy so.
         stacked = np.stack([image for image in images if image is not None])
+        # [flat, 3, height, width] -> [*rows.shape, 3, height, width]
         return torch.from_numpy(stacked[back.reshape(rows.shape)])
 
     def _span(self, episode: int, name: str) -> VideoSpan:

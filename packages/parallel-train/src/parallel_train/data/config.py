@@ -42,9 +42,11 @@ class DatasetConfig:
     """Stage batches in page-locked memory when the device is a GPU."""
 
     def __post_init__(self) -> None:
+        # A shell does not expand --dataset.root=~/data, nor a path in a file.
         if self.root is not None and self.root.startswith("~"):
             object.__setattr__(self, "root", str(Path(self.root).expanduser()))
         if self.episodes is not None:
+            # The dataclass is frozen; a caller may give a list.
             object.__setattr__(self, "episodes", tuple(self.episodes))
         report(self._problems())
 
@@ -64,7 +66,7 @@ class DatasetConfig:
         if not (math.isfinite(self.tolerance_s) and self.tolerance_s > 0):
             yield Problem(
                 "dataset.tolerance_s",
-                f"= {self.tolerance_s}, but it is a positive number of seconds.",
+                f"= {self.tolerance_s}, but it must be a positive number of seconds.",
                 "Use --dataset.tolerance_s 1e-4.",
             )
         for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
@@ -72,7 +74,7 @@ class DatasetConfig:
             if value < least:
                 yield Problem(
                     f"dataset.{name}",
-                    f"= {value}, but it is at least {least}.",
+                    f"= {value}, but it must be at least {least}.",
                     f"Use --dataset.{name} {least} or more.",
                 )
 

@@ -1,4 +1,4 @@
-"""Writing a camera's pictures as a video that is read frame by frame, through PyAV."""
+"""Writes a camera's pictures as a video that is read frame by frame, through PyAV."""
 
 from __future__ import annotations
 
@@ -43,16 +43,22 @@ def write_video(
                 options = {"g": str(key_frame_every)}
                 stream = container.add_stream(codec, rate=fps, options=options)
                 stream.height, stream.width = _even(picture.shape[:2])
+                # The format that players commonly read; it keeps colours at half the height and
+                # width.
                 stream.pix_fmt = "yuv420p"
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            # Frame k at k / fps exactly, as the reader expects.
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))
         if stream is not None:
+            # The encoder holds frames back until it is flushed.
             container.mux(stream.encode())
 
 
 def picture_stats(pictures: Sequence[Pictures]) -> dict[str, Any]:
     """The entry of `meta/stats.json`: per channel, of values in [0, 1], as [3][1][1]."""
+    # A histogram per channel says everything about bytes, in a few kilobytes for any number of
+    # frames.
     counts = np.zeros((3, 256), np.int64)
     for part in pictures:
         for channel in range(3):
@@ -65,6 +71,7 @@ def picture_stats(pictures: Sequence[Pictures]) -> dict[str, Any]:
         "min": [values[row.nonzero()[0][0]] for row in counts],
         "max": [values[row.nonzero()[0][-1]] for row in counts],
         "mean": mean.tolist(),
+        # Rounding may take the variance of a constant channel below 0.
         "std": np.sqrt(variance.clip(min=0)).tolist(),
     }
     for quantile in _QUANTILES:
@@ -76,5 +83,7 @@ def picture_stats(pictures: Sequence[Pictures]) -> dict[str, Any]:
 
 def _even(size: tuple[int, ...]) -> tuple[int, ...]:
     if any(n % 2 for n in size):
-        raise ValueError(f"pictures of {size[0]} x {size[1]} pixels, but both are even in a video")
+        raise ValueError(
+            f"pictures of {size[0]} x {size[1]} pixels, but both must be even in a video"
+        )
     return size

@@ -1,4 +1,4 @@
-"""The numbers of a dataset as arrays in memory, checked against its metadata."""
+"""Reads the numbers of a dataset into arrays in memory, and checks them against its metadata."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def read_frames(metadata: Metadata) -> dict[str, Column]:
         for name, feature in metadata.spec.features.items()
         if feature.dtype in _DTYPES
     }
+    # In the order of the episodes, so that the parts join in the order of the frames.
     files = list(dict.fromkeys(episode.data_file for episode in metadata.episodes))
     parts = [_read_file(metadata, file, wanted) for file in files]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in wanted}
@@ -138,6 +139,8 @@ def file_stats(metadata: Metadata, columns: Mapping[str, Column]) -> dict[str, S
             stats[name] = Stats.from_plain(entry, columns[name].shape[1:])
         except ValueError as error:
             raise folder_error(metadata.root, f"meta/stats.json: {name}: {error}.", way) from error
+        # stats.json covers all episodes, so it is compared with all frames and not with the chosen
+        # ones.
         disagreement = stats[name].disagreement(Stats.of(columns[name]))
         if disagreement:
             raise folder_error(metadata.root, f"meta/stats.json: {name}: {disagreement}.", way)
@@ -175,8 +178,10 @@ def _column(metadata: Metadata, table: pa.Table, file: str, name: str, feature: 
     if column.null_count:
         raise folder_error(metadata.root, f"{file}: {name} is empty in {column.null_count} frames.")
     values, widths = _flat(column)
+    # info.json declares [1] for these, and they are read as plain numbers.
     shape = () if name in BOOKKEEPING else feature.shape
     width = int(np.prod(shape, dtype=np.int64))
+    # A file without rows has no widths to compare.
     if widths != {width} and table.num_rows:
         raise folder_error(
             metadata.root,
@@ -192,13 +197,14 @@ def _flat(column: Any) -> tuple[Column, set[int]]:
     widths = {1}
     while pa.types.is_fixed_size_list(column.type) or pa.types.is_list(column.type):
         lengths = set(pa.compute.list_value_length(column).to_pylist())
+        # Lists may lie in lists: a matrix per frame.
         widths = {outer * inner for outer in widths for inner in lengths}
         column = column.flatten()
     return column.to_numpy(zero_copy_only=False), widths
 
 
 def _check_numbering(metadata: Metadata, columns: Mapping[str, Column]) -> None:
-    """`index` counts all frames, `frame_index` those of an episode; both are leaned upon."""
+    """`index` counts all frames, `frame_index` those of an episode; the code relies on both."""
     first, _ = episode_bounds(metadata.episodes)
     lengths = [episode.end - episode.first for episode in metadata.episodes]
     count = np.arange(metadata.num_frames)

@@ -1,4 +1,4 @@
-"""LeRobotDataset v3.0 folders as a torch dataset.
+"""Opens LeRobotDataset v3.0 folders as a torch dataset.
 
 Everything that can be wrong with a folder is found when it is opened, before training, as one
 clear error. Vectors are held in memory, so that a batch is cut out of them in one step.
@@ -31,7 +31,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class FrameReader(Protocol):
-    """What reads the frames, as far as the data care; every `PolicyConfig` is one."""
+    """What the dataset needs to know of its reader; every `PolicyConfig` is one."""
 
     @property
     def camera_names(self) -> tuple[str, ...]:
@@ -81,8 +81,11 @@ class LeRobotDataset(Dataset[Batch]):
         if metadata is None:
             metadata = read_metadata(Path(root), rename)
         columns = frames.read_frames(metadata)
+        # On all frames, also those of episodes that are left out: frame k at k / fps is what
+        # pictures are found by.
         frames.check_timestamps(metadata, columns, tolerance_s=tolerance_s)
         self._frames = frames.select_frames(metadata, episodes)
+        # On the chosen frames alone: leaving episodes out is how bad frames are dealt with.
         frames.check_values(metadata, columns, self._frames)
         self.metadata = metadata
         self._cameras = Cameras(metadata, columns["frame_index"], cameras, tolerance_s)
@@ -94,12 +97,14 @@ class LeRobotDataset(Dataset[Batch]):
         self.stats: dict[str, Stats] = {**vectors, **self._cameras.stats}
         """Of every observation and action vector, and (always from the file) of the cameras."""
         stored = metadata.stored_names
+        # What is in memory or is decoded; other features cannot be asked for.
         readable = [new for new, old in stored.items() if old in columns or new in cameras]
         self._offsets = {
             stored.get(name, name): _offsets(metadata, name, readable, deltas, tolerance_s)
             for name, deltas in (delta_timestamps or {}).items()
         }
         self._first, self._end = frames.episode_bounds(metadata.episodes)
+        # Views on the same memory: `of_episodes` and forked workers share it.
         self._columns = {name: torch.from_numpy(column) for name, column in columns.items()}
 
     @classmethod
@@ -130,6 +135,7 @@ class LeRobotDataset(Dataset[Batch]):
         Raises:
             ConfigError: an episode that is not there, or that holds values that are not finite.
         """
+        # Shallow: columns, pictures and statistics are those of the first.
         other = copy.copy(self)
         other._frames = frames.select_frames(self.metadata, episodes)
         columns = {name: column.numpy() for name, column in self._columns.items()}
@@ -146,6 +152,7 @@ class LeRobotDataset(Dataset[Batch]):
         if column is None:
             raise folder_error(self.metadata.root, f"the column of numbers {name!r} is missing.")
         values = column.numpy()[self._frames].reshape(len(self._frames), -1)
+        # Turned around so that NaN, for which every comparison is false, counts as bad.
         bad = np.flatnonzero(~((values >= low) & (values <= high)).all(axis=1))
         if bad.size:
             raise folder_error(
@@ -183,6 +190,7 @@ class LeRobotDataset(Dataset[Batch]):
     @property
     def num_episodes(self) -> int:
         """Chosen episodes."""
+        # An episode is known by its first frame.
         return len(np.unique(self._first[self._frames]))
 
     def __len__(self) -> int:
@@ -215,6 +223,7 @@ class LeRobotDataset(Dataset[Batch]):
 
     def _window(self, rows: Indices, offsets: Indices) -> tuple[Indices, Mask]:
         """Rows [batch, time] clamped to each sample's episode, and which had to be."""
+        # [batch, 1] + [1, time] -> [batch, time]
         wanted = rows[:, None] + offsets[None, :]
         inside = np.clip(wanted, self._first[rows][:, None], self._end[rows][:, None] - 1)
         return inside, wanted != inside
@@ -235,6 +244,7 @@ def _offsets(
             f"the feature {name!r} is missing, of which the policy reads {len(deltas)} frames.",
             f"It has: {', '.join(sorted(readable))}.",
         )
+    # i / fps is rounded: times fps it is near a whole number, not on it.
     exact = np.asarray(deltas, dtype=np.float64) * fps
     whole = np.rint(exact)
     between = np.flatnonzero(np.abs(exact - whole) / fps > tolerance_s)

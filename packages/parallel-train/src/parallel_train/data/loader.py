@@ -1,4 +1,4 @@
-"""Batches ahead of time, without touching the model's random numbers."""
+"""Loads batches ahead of time, without touching the model's random numbers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def build_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
+        # torch refuses a value here without workers.
         prefetch_factor=prefetch_factor if num_workers else None,
         collate_fn=_collate,
         generator=generator,
@@ -71,14 +72,16 @@ def _start_worker(key: tuple[int, ...], leaving: Any, worker: int) -> None:
 
     SIGTERM counts once that process is leaving. A worker whose parent has died ends by itself.
     """
+    # The parent as it is now: a later one means that it has died.
     sys.excepthook = partial(_report, os.getppid())
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
+    # Workers share the cores with the training process.
     torch.set_num_threads(1)
     seed = _seed(*key, worker)
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # it takes 32 bits
     torch.manual_seed(seed)
 
 

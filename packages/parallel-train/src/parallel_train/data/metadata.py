@@ -1,4 +1,4 @@
-"""The `meta` folder of a LeRobotDataset v3.0: what the dataset says about itself, checked."""
+"""Reads and checks the `meta` folder of a LeRobotDataset v3.0: what it says about itself."""
 
 from __future__ import annotations
 
@@ -108,6 +108,7 @@ def read_metadata(root: Path, rename: Mapping[str, str] | None = None) -> Metada
         raise ConfigError(problems)
     spec = DataSpec(info["fps"], features, _read_tasks(root))
     episodes = _read_episodes(root, info, features)
+    # A copy that was cut short has fewer episodes than info.json counts.
     total = info.get("total_frames")
     if episodes[-1].end != total:
         raise folder_error(
@@ -126,6 +127,7 @@ def read_table(root: Path, relative: str, columns: list[str] | None = None) -> p
         ConfigError: it is missing or damaged.
     """
     try:
+        # Without partitioning, or pyarrow would make columns of folder names such as a=1.
         return pq.read_table(root / relative, columns=columns, partitioning=None)
     except FileNotFoundError as error:
         raise folder_error(root, f"{relative} is missing.", _COPY) from error
@@ -135,6 +137,7 @@ def read_table(root: Path, relative: str, columns: list[str] | None = None) -> p
 
 def _read_json(root: Path, name: str) -> Any:
     try:
+        # Editors on Windows put a byte order mark in front.
         return json.loads((root / name).read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise folder_error(
@@ -161,6 +164,7 @@ def _read_info(root: Path) -> dict[str, Any]:
             _CONVERT if old else f"Use a dataset of format {VERSION}.",
         )
     fps = info.get("fps")
+    # A bool is an int in Python.
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise folder_error(
             root,
@@ -208,6 +212,7 @@ def _rename_problems(
             )
         elif not new.strip():
             yield Problem("dataset.rename", f"gives {old!r} an empty name.", "Leave it out.")
+    # Old names that stay count too: a new name must not meet one of them.
     sources: dict[str, list[str]] = {}
     for name in features:
         sources.setdefault(rename.get(name, name), []).append(name)
@@ -243,6 +248,7 @@ def _read_tasks(root: Path) -> tuple[str, ...]:
     column = "task" if "task" in texts else texts[0]
     pairs = zip(table["task_index"].to_pylist(), table[column].to_pylist(), strict=True)
     tasks = sorted(pairs)
+    # A task's place in the tuple is its task_index.
     if [index for index, _ in tasks] != list(range(len(tasks))):
         raise folder_error(root, "meta/tasks.parquet does not number its tasks 0, 1, 2 ...", _COPY)
     return tuple(str(text) for _, text in tasks)
@@ -255,7 +261,9 @@ def _read_episodes(
     videos = [name for name, feature in features.items() if feature.dtype == "video"]
     try:
         episodes = sorted(
-            (_episode(row, info, videos) for row in rows), key=lambda episode: episode.first
+            # The files need not list the episodes in order; their frames follow one another.
+            (_episode(row, info, videos) for row in rows),
+            key=lambda episode: episode.first,
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise folder_error(
@@ -273,6 +281,7 @@ def _read_episodes(
             "Remove them with LeRobot's tools.",
         )
     ends = [0, *(episode.end for episode in episodes)]
+    # Without gaps: a frame's number is its place in the columns.
     for end, episode in zip(ends, episodes, strict=False):
         if episode.first != end:
             raise folder_error(
@@ -291,6 +300,7 @@ def _episode_rows(root: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for file in files:
         table = read_table(root, str(file.relative_to(root)))
+        # Statistics per episode are not used here.
         wanted = [name for name in table.column_names if not name.startswith("stats/")]
         rows.extend(table.select(wanted).to_pylist())
     return rows

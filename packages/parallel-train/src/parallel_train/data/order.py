@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, epoch) over the global batch.
+"""Decides the order of samples: a pure function of (seed, epoch) over the global batch.
 
 The stream is one permutation of the dataset after another; update `u` takes the next `global
 batch` samples of it, wherever an epoch ends. Micro-batch `m` of an update is a block of
@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 from parallel_config import ConfigError, Problem
 
 Indices = npt.NDArray[np.int64]
+# 2**64 / golden ratio, the increment of splitmix64.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -28,8 +29,10 @@ def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> Indices:
     Sorted by a hash instead of shuffled by numpy: numpy may change its shuffles between
     versions, and a resumed run must go on in the same order.
     """
+    # Mixed twice: seed 0, epoch 1 and seed 1, epoch 0 must not give one key.
     epoch_key = _mix(_mix(np.array([seed], np.uint64)) + np.array([epoch], np.uint64))
     keys = _mix(np.arange(num_samples, dtype=np.uint64) * _GOLDEN + epoch_key)
+    # No two keys are equal, since every step of `_mix` can be undone: there is one order.
     return np.argsort(keys, kind="stable")
 
 
@@ -73,6 +76,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.num_samples, self.batch_size, self.accumulation = num_samples, batch_size, accumulation
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self.seed, self.start_samples = seed, start_samples
+        # One rank warns: every other would say the same.
         if self.global_batch > num_samples and dp_rank == 0:
             warnings.warn(
                 f"The global batch of {self.global_batch} samples (batch_size {batch_size} x "
@@ -87,13 +91,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.batch_size * self.dp_world_size * self.accumulation
 
     def __iter__(self) -> Iterator[list[int]]:
+        # One micro-batch of all ranks; with accumulation an update takes several blocks in a row.
         block = self.batch_size * self.dp_world_size
         position = self.start_samples + self.dp_rank * self.batch_size
+        # One permutation is kept at a time: a micro-batch may end one epoch and begin the next.
         epoch, order = -1, np.empty(0, np.int64)
         while True:
             samples: list[int] = []
             while len(samples) < self.batch_size:
                 wanted, offset = divmod(position + len(samples), self.num_samples)
+                # Sorting is done once per epoch, not per batch.
                 if wanted != epoch:
                     epoch = wanted
                     order = epoch_permutation(self.num_samples, seed=self.seed, epoch=epoch)
@@ -118,6 +125,7 @@ class HeldOutSampler(Sampler[list[int]]):
     """
 
     is_parallel_sampler = True
+    # What `build_loader` seeds workers from.
     seed = start_samples = 0
 
     def __init__(
@@ -129,8 +137,10 @@ class HeldOutSampler(Sampler[list[int]]):
         max_samples: int | None = None,
     ) -> None:
         count = min(num_samples, max_samples or num_samples)
+        # Whole numbers: the same samples on any machine.
         self._samples = [index * num_samples // count for index in range(count)]
         self._starts = range(dp_rank * batch_size, count, batch_size * dp_world_size)
+        # Rounded up, and the same on every rank: a sharded forward is a collective.
         self._num_batches = -(-count // (batch_size * dp_world_size))
         self._batch_size, self.dp_rank = batch_size, dp_rank
 

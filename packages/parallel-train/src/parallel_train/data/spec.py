@@ -1,4 +1,4 @@
-"""What a model needs to know of a dataset: features, rate, tasks; torch-free plain data."""
+"""Describes a dataset to a model: features, rate, tasks. Plain data, torch-free."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ class DataSpec:
         """Width of every observation vector, by name, sorted."""
         return {
             name: feature.shape[0]
+            # Sorted: datasets list features in any order, and weights are tied to one.
             for name, feature in sorted(self.features.items())
             if name.startswith("observation.") and feature.is_vector
         }

@@ -1,4 +1,4 @@
-"""Which episodes are trained on and which are held out; torch-free.
+"""Decides which episodes are trained on and which are held out; torch-free.
 
 The split is a pure function of the config and of the dataset's episodes. It does not depend on the
 run's seed, so that runs with other seeds are compared on the same episodes.
@@ -21,7 +21,7 @@ class EvalConfig:
     """
 
     fraction: float = 0.0
-    """Share of the episodes that is held out. Above 0 it is at least one episode."""
+    """Share of the episodes that is held out. Any share above 0 holds out at least one episode."""
     episodes: tuple[int, ...] | None = None
     """Episodes that are held out, by number, instead of a share."""
     freq: int = 100
@@ -31,6 +31,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         if self.episodes is not None:
+            # The dataclass is frozen; a caller may give a list.
             object.__setattr__(self, "episodes", tuple(self.episodes))
         report(self._problems())
 
@@ -38,7 +39,7 @@ class EvalConfig:
         if not 0 <= self.fraction < 1:
             yield Problem(
                 "eval.fraction",
-                f"= {self.fraction}, but it is a share of the episodes in [0, 1).",
+                f"= {self.fraction}, but it must be a share of the episodes in [0, 1).",
                 "Use --eval.fraction 0.1, or 0 to train on every episode.",
             )
         if self.fraction and self.episodes is not None:
@@ -55,7 +56,9 @@ class EvalConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield Problem(
-                    f"eval.{name}", f"= {value}, but it is at least 1.", f"Use --eval.{name} 1."
+                    f"eval.{name}",
+                    f"= {value}, but it must be at least 1.",
+                    f"Use --eval.{name} 1.",
                 )
 
 
@@ -76,6 +79,8 @@ def split_episodes(numbers: Sequence[int], dataset: DatasetConfig, config: EvalC
     """
     chosen = tuple(sorted(numbers if dataset.episodes is None else dataset.episodes))
     held_out = _held_out(chosen, numbers, config)
+    # Two lists that the user wrote must not contradict; without the first, all others are trained
+    # on.
     if dataset.episodes is not None and config.episodes is not None:
         both = sorted(set(chosen) & set(held_out))
         if both:
@@ -86,6 +91,7 @@ def split_episodes(numbers: Sequence[int], dataset: DatasetConfig, config: EvalC
                     "Leave them out of one of the two.",
                 )
             )
+    # Held out of the chosen ones: what is evaluated is never trained on.
     trained = tuple(number for number in chosen if number not in set(held_out))
     if not trained:
         raise ConfigError(
@@ -115,4 +121,5 @@ def _held_out(chosen: Sequence[int], numbers: Sequence[int], config: EvalConfig)
         return ()
     # Neighbours are often alike (one task after another), so the choice is spread over all.
     count = max(1, round(config.fraction * len(chosen)))
+    # The middle of each of `count` equal parts.
     return tuple(chosen[(2 * i + 1) * len(chosen) // (2 * count)] for i in range(count))

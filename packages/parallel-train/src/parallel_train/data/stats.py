@@ -1,4 +1,4 @@
-"""Statistics of vector features: reading `meta/stats.json`, computing, comparing."""
+"""Reads, computes and compares the statistics of vector features."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Stats:
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> Stats:
         """Computed in float64 from values of shape [frames, ...]."""
+        # Sums of millions of float32 numbers lose digits.
         wide = values.astype(np.float64)
         return cls(wide.mean(axis=0), wide.std(axis=0), wide.min(axis=0), wide.max(axis=0))
 
@@ -51,6 +52,8 @@ class Stats:
         Small differences are rounding, or another way of merging episodes.
         """
         size = np.maximum(np.abs(computed.min), np.abs(computed.max))
+        # A hundredth of the deviation, float32 rounding of large values, and a floor for constants
+        # at 0.
         allowed = 0.01 * computed.std + 1e-5 * size + 1e-7
         for key in ("mean", "std", "min", "max"):
             ours, theirs = getattr(self, key), getattr(computed, key)

@@ -1,4 +1,4 @@
-"""Frames of a dataset's videos by timestamp, through PyAV (the `vision` extra)."""
+"""Finds frames of a dataset's videos by timestamp, through PyAV (the `vision` extra)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class VideoFrames:
         self._open: OrderedDict[tuple[int, str], _OpenVideo] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
+        # Open files and modules cannot be pickled; a spawned worker opens its own.
         return {**self.__dict__, "_open": OrderedDict(), "_av": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,9 +64,11 @@ class VideoFrames:
         video = self._video(file)
         frames: dict[int, Images] = {}
         try:
+            # Decoding goes forward only; each step back is a seek.
             for at in np.argsort(times_s, kind="stable").tolist():
                 time_s = float(times_s[at])
                 found_s, frames[at] = video.frame_at(time_s, self._fps, self._tolerance_s)
+                # "not <=": a file without any frame gives NaN.
                 if not abs(found_s - time_s) <= self._tolerance_s:
                     raise self._no_frame(file, time_s, found_s)
         except self._av.FFmpegError as error:
@@ -87,6 +90,7 @@ class VideoFrames:
             self._open[key] = _OpenVideo(self._opened(file), self._av)
             if len(self._open) > _OPEN_FILES:
                 (pid, _), oldest = self._open.popitem(last=False)
+                # An entry of the parent is only forgotten here: the file is the parent's to close.
                 if pid == os.getpid():
                     oldest.container.close()
         self._open.move_to_end(key)
@@ -125,11 +129,14 @@ class _OpenVideo:
         if self._frame is None or self._frame.time > last_s or self._is_key_nearer(last_s, fps):
             self._decode_from(last_s)
             if self._frame is not None and self._frame.time > last_s:  # one key frame too far
+                # Key frames are listed a little early (see `_key_frames_s`), so that a seek may
+                # pass the frame; half a frame back it finds the key frame before.
                 self._decode_from(time_s - 0.5 / fps)
         while self._frame is not None and self._frame.time < first_s and self._advance():
             pass
         if self._frame is None:
             return float("nan"), np.empty((3, 0, 0), np.uint8)
+        # [height, width, 3] -> [3, height, width], as torch has pictures
         picture = self._reformatter.reformat(self._frame, format="rgb24").to_ndarray()
         return float(self._frame.time), picture.transpose(2, 0, 1)
 

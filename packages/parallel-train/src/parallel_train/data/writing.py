@@ -1,4 +1,4 @@
-"""Writing a LeRobotDataset v3.0 folder of vectors and videos: for recorders and tests."""
+"""Writes a LeRobotDataset v3.0 folder of vectors and videos: for recorders and tests."""
 
 from __future__ import annotations
 
@@ -55,15 +55,18 @@ def write_dataset(
         ConfigError: there are pictures, and PyAV is not installed.
         ValueError: episodes have other cameras than the first, or pictures of odd sizes.
     """
+    # The first episode decides: every episode of a dataset has the same features.
     cameras = list(episodes[0].images)
     for number, episode in enumerate(episodes):
         if list(episode.images) != cameras:
             raise ValueError(f"episode {number} has cameras {list(episode.images)}, not {cameras}")
+    # Numbered in the order in which they first occur.
     tasks = list(dict.fromkeys(episode.task for episode in episodes))
     frames = [_frames(i, e, tasks.index(e.task), fps) for i, e in enumerate(episodes)]
     ends = np.cumsum([len(e.action) for e in episodes]).tolist()
     starts = [0, *ends[:-1]]
     for frame, start in zip(frames, starts, strict=True):
+        # Only here are the lengths of the episodes before known.
         frame["index"] = frame["frame_index"] + start
     for folder in ("meta/episodes/chunk-000", "data/chunk-000"):
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -102,6 +105,7 @@ def _write_frames(
     path: Path, columns: dict[str, npt.NDArray[Any]], starts: list[int], ends: list[int]
 ) -> None:
     arrays = {
+        # Vectors as fixed-size lists, as LeRobot writes them.
         name: pa.FixedSizeListArray.from_arrays(pa.array(column.reshape(-1)), column.shape[1])
         if column.ndim == 2
         else pa.array(column)
@@ -116,6 +120,7 @@ def _write_frames(
 def _write_episodes(
     root: Path, episodes: Sequence[Episode], starts: list[int], ends: list[int], fps: int
 ) -> None:
+    # Everything goes into file 0 of chunk 0.
     zeros = [0] * len(episodes)
     table: dict[str, Any] = {
         "episode_index": list(range(len(episodes))),
@@ -139,6 +144,7 @@ def _write_episodes(
 
 
 def _stats(column: npt.NDArray[Any]) -> dict[str, Any]:
+    # [frames] -> [frames, 1], so that a plain number has statistics of shape [1]
     values = column.reshape(len(column), -1).astype(np.float64)
     quantiles = {f"q{q:02d}": np.quantile(values, q / 100, axis=0) for q in (1, 10, 50, 90, 99)}
     found = {
@@ -162,6 +168,7 @@ def _info(
     features: dict[str, dict[str, Any]] = {
         name: {
             "dtype": str(column.dtype),
+            # LeRobot declares plain numbers as [1].
             "shape": list(column.shape[1:]) or [1],
             "names": None,
         }

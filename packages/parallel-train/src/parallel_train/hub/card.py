@@ -1,4 +1,4 @@
-"""The model card of a run: how to use the policy, what it was trained on, how it went."""
+"""Writes the model card of a run: how to use the policy, what it was trained on, how it went."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def describe_run(
     metrics: Path | None = None,
 ) -> CardInfo:
     """The card of a run's config, and of what its `metrics.jsonl` says up to `step`."""
+    # my_package.module:MyPolicy is called MyPolicy.
     policy = POLICIES.name_of(config.policy).rpartition(":")[2]
+    # The name alone: the path on this machine is not for the public.
     dataset = (EMBEDDED_ROOT if config.dataset.root is None else Path(config.dataset.root)).name
     rows = [] if metrics is None else _rows(metrics, step)
     last = rows[-1] if rows else {}
@@ -106,10 +108,12 @@ def _rows(metrics: Path, step: int | None) -> Sequence[dict[str, Any]]:
 def _usage(config: TrainConfig, repo_id: str) -> str:
     """Code that runs as it stands; empty where nothing is known of the class."""
     try:
+        # The code names the method that the class really has.
         cls = policy_class(config.policy)
     except ConfigError:
         return ""
     name = POLICIES.name_of(config.policy)
+    # A class by path is imported only if the reader of the card repeats the path.
     trusted = f", policy_type={name!r}" if ":" in name else ""
     head = f"""
 from parallel_train.policies.loading import load_policy

@@ -1,4 +1,4 @@
-"""What a run sends to the Hub, as the `publish` section of its config asks; else nothing at all.
+"""Sends a run to the Hub, as the `publish` section of its config asks; else nothing at all.
 
 No rank waits for the network in a collective: before the run the main rank asks the Hub a few
 short questions; checkpoints are pushed by a thread of the main rank; at the end all ranks gather
@@ -79,9 +79,11 @@ class RunPublisher:
                 needed_bytes=lambda: _model_bytes(self._config, self._metadata),
             )
         except ReportedError as error:
+            # A run has a way out that `ptrain publish` has not: to train without publishing.
             problems = [*error.problems, _without(publish)]
             raise agreed(type(error)(problems, source=error.source)) from error
         without_bars()  # they would tear what the run prints
+        # After the preflight: a thread for a place that refuses would be in vain.
         if self._is_main and publish.push_checkpoints:
             self._pusher = CheckpointPusher(Target.of_checkpoints(publish))
 
@@ -93,7 +95,7 @@ class RunPublisher:
     def stage(self, model: nn.Module, *, step: int, files: Mapping[str, bytes]) -> None:
         """Collective: every rank. Gather the model of `step` into a folder that waits to be sent.
 
-        A failure does not raise, since the run itself ended well: `finish` tells it.
+        A failure does not raise, since the run itself ended well: `finish` prints it.
         """
         publish = self._config.publish
         if not publish.enable:
@@ -134,6 +136,7 @@ class RunPublisher:
         print(f"publishing; should this be cut short: {staged.retry}", flush=True)
         result = staged.send(stop=stop)
         if result.ok:
+            # Only now: a bundle that was not sent is what the retry sends.
             shutil.rmtree(staged.folder, ignore_errors=True)
             print(result.render(), flush=True)
         else:
@@ -155,7 +158,7 @@ def _without(publish: PublishConfig) -> Problem:
     """The way out that only a run has."""
     parts = {"enable": publish.enable, "push_checkpoints": publish.push_checkpoints}
     flags = " ".join(f"--publish.no-{name}" for name, is_on in parts.items() if is_on)
-    return Problem("publish", ": the run needs none of it.", f"Use {flags} to train all the same.")
+    return Problem("publish", ": a run can do without it.", f"Use {flags} to train all the same.")
 
 
 def finished_hint(publish: PublishConfig, files: RunFiles) -> str:

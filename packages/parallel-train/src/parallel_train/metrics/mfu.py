@@ -20,7 +20,9 @@ def flops_per_sample(config: TrainConfig, dataset: LeRobotDataset) -> int:
         Exception: whatever the policy raises where tensors hold no values.
     """
     batch = {name: value.to("meta") for name, value in dataset.__getitems__([0]).items()}
+    # Without normalizers: only names, shapes and dtypes decide what is counted.
     batch = Preprocessor(rename=config.dataset.rename)(batch)
+    # Building a model draws numbers, and the run's must not change because mfu is counted.
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         # A model may keep tables in memory that it looks up, wherever it is built.
         model = build_policy(config.policy, dataset.spec).to("meta")
@@ -55,4 +57,5 @@ def samples_per_s_at_peak(
         cost = flops_per_sample(config, dataset)
     except Exception as error:  # a policy of the user's own need not run without values
         return None, f"mfu: not known, the policy does not run on the meta device: {error}"
+    # A model without counted operations has no MFU.
     return (peak * world_size / cost, None) if cost else (None, None)

@@ -42,6 +42,7 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
     """
     path = folder / "metrics.jsonl"
     try:
+        # A run that is still writing, or was killed, may end in half a character.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(
@@ -60,6 +61,7 @@ def _row(line: str) -> dict[str, float] | None:
         row = json.loads(line)
     except ValueError:
         return None
+    # A damaged line may still be JSON: a number, or part of a row.
     if not isinstance(row, dict) or not {"step", "samples_seen"} <= row.keys():
         return None
     return {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -88,5 +90,6 @@ def _draw(axes: Any, rows: Rows, key: str, *, log: bool = False, marker: str = "
     axes.set_ylabel(key)
     axes.set_xlabel("optimizer updates")
     axes.grid(alpha=0.3)
+    # A logarithmic axis cannot show 0.
     if log and min(values, default=0) > 0:
         axes.set_yscale("log")

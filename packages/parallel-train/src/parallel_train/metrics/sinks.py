@@ -44,6 +44,7 @@ class Row:
 
         What the run itself says keeps its names; a policy may well return a `loss` of its own.
         """
+        # Names of held-out metrics begin with eval_: a policy must not write over them either.
         taken = metric in _OWN_NAMES or metric.startswith("eval_")
         return f"policy_{metric}" if taken else metric
 
@@ -100,6 +101,7 @@ class LineSink:
 
     def emit(self, row: Row) -> None:
         """Print every `log_freq`-th update and the last one."""
+        # The last update too: its loss is what people look for.
         if row.step % self._log_freq == 0 or row.step == self._steps:
             self.note(_line(row, self._steps))
 
@@ -136,6 +138,7 @@ class ProgressSink:
 
     def note(self, line: str) -> None:
         """Print the line above the bar."""
+        # A path in brackets must not be read as rich's markup.
         self._progress.console.print(line, highlight=False, markup=False)
 
     def close(self) -> None:
@@ -182,6 +185,7 @@ def _close(sink: Sink, *, quietly: bool) -> None:
 
 def console_sink(*, steps: int, start: int, log_freq: int) -> Sink:
     """A bar on a terminal, lines elsewhere."""
+    # A file or a pipe would get the bar's escape codes.
     if sys.stdout.isatty():
         return ProgressSink(steps=steps, start=start, log_freq=log_freq)
     return LineSink(steps=steps, log_freq=log_freq)

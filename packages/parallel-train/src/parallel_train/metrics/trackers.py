@@ -1,4 +1,4 @@
-"""Sinks of other people's tools: TensorBoard, and Weights & Biases."""
+"""Sinks for TensorBoard and for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def check_tracking(config: LoggingConfig) -> None:
                     f'Use pip install "parallel-train[{name}]", or --no-logging.{name}.',
                 )
             )
+    # Offline nothing is sent, so no login is needed.
     if config.wandb and config.wandb_mode == "online":
         _require_login()
 
@@ -83,6 +84,7 @@ class TensorBoardSink:
     def __init__(self, folder: Path, *, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # purge_step hides rows from there on: the first update that this start repeats.
         self._writer: Any = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
 
     def emit(self, row: Row) -> None:
@@ -110,6 +112,7 @@ class WandbSink:
 
         known = folder / WANDB_ID
         if not known.exists():
+            # Chosen here and not by W&B, so that it is on disk before anything is sent.
             known.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
         try:
             self._run: Any = wandb.init(

@@ -1,4 +1,4 @@
-"""What a policy's `forward` returns: read tolerantly where nothing is lost, strictly elsewhere."""
+"""Reads what a policy's `forward` returns: tolerantly where nothing is lost, strictly elsewhere."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def read_answer(answer: object, owner: str) -> tuple[Tensor, dict[str, Tensor]]:
             f"{owner}.forward(batch) returned {_describe(metrics)} beside the loss, but metrics "
             "are a dict of numbers, or None."
         )
+    # A loss of shape [1] is as good as a 0-dim one: nothing is lost by taking it.
     return loss.reshape(()), {
         str(name): number
         for name, value in (metrics or {}).items()
@@ -38,6 +39,7 @@ def read_answer(answer: object, owner: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _number(value: object) -> Tensor | None:
     if isinstance(value, Tensor):
+        # Detached, or each metric would keep its graph alive until it is logged.
         return value.detach().float().reshape(()) if value.numel() == 1 else None
     if not isinstance(value, SupportsFloat):  # as text is, also where it spells a number
         return None

@@ -1,4 +1,4 @@
-"""What every policy config is; torch-free, so that configs parse without torch."""
+"""The base of every policy's config. It is torch-free, so that configs parse without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From predicted action chunks to the action of this frame."""
+"""Which action of the predicted chunks is executed at this frame."""
 
 from __future__ import annotations
 
@@ -34,16 +34,22 @@ class ChunkQueue:
         if self._ensemble is not None:
             return self._averaged(predict(), self._ensemble)
         if not self._actions:
+            # [B, T, A] -> `executed` actions of [B, A]; the rest of the chunk is dropped
             self._actions.extend(predict()[:, : self._executed].unbind(dim=1))
         return self._actions.popleft()
 
     def _averaged(self, chunk_BTA: Tensor, m: float) -> Tensor:
-        """A chunk predicted `age` frames ago says its action number `age` about this frame."""
+        """The weighted mean of what the chunks say. One that was predicted `age` frames ago says
+        its action number `age`.
+        """
         if len(self._chunks) == chunk_BTA.shape[1]:
             self._chunks.popleft()  # its last action was for the previous frame
         self._chunks.append(chunk_BTA)
         newest = len(self._chunks) - 1
+        # Each chunk says another of its actions about this frame: the oldest one its last.
         opinions_NBA = torch.stack([c[:, newest - i] for i, c in enumerate(self._chunks)])
+        # w_i = exp(-m i), i = 0 the oldest (arXiv:2304.13705, section IV-A and algorithm 2).
         weights_N = torch.exp(-m * torch.arange(newest + 1, device=chunk_BTA.device))
+        # Divided before the cast: a narrow dtype would round the sum.
         weights_N = (weights_N / weights_N.sum()).to(opinions_NBA.dtype)
         return torch.einsum("n,nba->ba", weights_N, opinions_NBA)

@@ -1,4 +1,4 @@
-"""From a policy's config to its model, and what is saved beside the weights."""
+"""Builds a policy's model from its config, and writes what is saved beside the weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def build_policy(config: PolicyConfig, spec: DataSpec) -> nn.Module:
     """The model of `config`, with fresh weights from torch's global generator.
 
     Raises:
-        ConfigError: the config names no model class, the class is none or takes other arguments,
-            or the dataset does not fit it.
+        ConfigError: the config does not name a model class, what it names is not one or takes other
+            arguments, or the dataset does not fit it.
     """
     cls = policy_class(config)
     try:
+        # Checked without a call: a TypeError from inside the constructor must keep its own
+        # traceback.
         inspect.signature(cls).bind(config, spec)
     except TypeError as error:
         raise _error(
@@ -53,8 +55,10 @@ def policy_class(config: PolicyConfig) -> type[nn.Module]:
     Raises:
         ConfigError: the class is missing, cannot be imported, or is not an `nn.Module`.
     """
+    # A config that was named by its model has no path of its own: the user's word is the path.
     path = type(config).model_class or POLICIES.path_of(config)
     found = _imported(config, path)
+    # The user named the config itself, and it does not say which model it is for.
     if found is type(config):
         raise _error(
             config,

@@ -1,4 +1,4 @@
-"""A trained policy from a checkpoint, a folder or the Hub, ready to act."""
+"""Reads a trained policy from a checkpoint, a folder or the Hub, ready to act."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class LoadedPolicy:
             height, width, channels = self.spec.cameras()[name]
             batch[name] = torch.zeros(1, channels, height, width, dtype=torch.uint8)
         stored = {new: old for old, new in self.preprocessor.rename.items()}
+        # In raw batches features have the dataset's names.
         batch = {stored.get(name, name): value for name, value in batch.items()}
         return {**batch, "task_index": torch.zeros(1, dtype=torch.long)}
 
@@ -88,9 +89,11 @@ def load_policy(
         PublishError: the repository cannot be fetched.
     """
     folder = _find(path, revision, token)
+    # Only a folder inside of a committed checkpoint has a manifest to compare it with.
     step = StepFolder(folder.resolve().parent)
     if step.is_committed and folder.resolve() == step.pretrained_model:
         refuse_damage(step, "full")
+    # config.json first: a wrong policy type must show before the weights are read.
     text, _ = read_config_text(folder / "config.json")
     config, spec = read_policy_document(
         parse(text, source=str(folder)),

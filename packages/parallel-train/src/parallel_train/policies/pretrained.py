@@ -1,4 +1,4 @@
-"""`save_pretrained` and `from_pretrained` of policies: `ACTPolicy.from_pretrained("user/name")`."""
+"""Gives policies their `save_pretrained` and `from_pretrained("user/name")`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from parallel_train.policies.registry import POLICIES
 class PretrainedPolicy(PreTrainedModel):
     """Base of the policies here: built from a config and the `DataSpec` it was trained for.
 
-    A policy of one's own may derive from it as well, and must not: checkpoints, publishing and
-    `load_policy` ask for nothing but an `nn.Module`. `PretrainedPolicy.from_pretrained` itself
-    gives whichever registered policy was saved.
+    Your own policy may derive from it, but it does not have to: checkpoints, publishing and
+    `load_policy` only need an `nn.Module`. `PretrainedPolicy.from_pretrained` itself gives the
+    registered policy that was saved.
     """
 
     config: Any
@@ -70,8 +70,9 @@ def read_policy_document(
         name, spec = fields.pop("type"), DataSpec.from_plain(fields.pop("data"))
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            Problem(source, f"is of no policy of ours: {error!r} is missing or wrong.")
+            Problem(source, f"does not describe a policy: {error!r} is missing or wrong.")
         ) from error
+    # A class by path is imported only if the user repeats the path: importing runs its code.
     cls = POLICIES.resolve(name, trusted=name == policy_type)
     schema: Schema[PolicyConfig] = Schema(cls, version=1)
     try:

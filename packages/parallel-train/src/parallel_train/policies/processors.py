@@ -1,4 +1,4 @@
-"""Normalization between dataset and policy, saved with the model.
+"""Normalizes between dataset and policy, and is saved with the model.
 
 The preprocessor turns a batch of the dataset into what the policy reads; the postprocessor turns
 the policy's actions back. Both are read from the same two files, so they cannot disagree.
@@ -149,6 +149,7 @@ class Preprocessor:
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, Tensor] = {}
         for name, normalizer in self.normalizers.items():
+            # safetensors refuses tensors that are not contiguous.
             tensors[f"{name}/shift"] = normalizer.shift.contiguous()
             tensors[f"{name}/scale"] = normalizer.scale.contiguous()
         save_file(tensors, folder / TENSOR_FILE)
@@ -178,6 +179,7 @@ class Preprocessor:
             raise _error(folder, f"its two files disagree: {error!r}.") from error
 
     def _renamed(self, name: str) -> str:
+        # Padding is named by its feature, so it is renamed with it.
         base = name.removesuffix("_is_pad")
         return self.rename.get(base, base) + name[len(base) :]
 
@@ -187,7 +189,7 @@ class Postprocessor:
     """From a policy's actions to the robot's."""
 
     normalizer: Normalizer | None
-    """That of the actions; None leaves them."""
+    """The one of the actions; None leaves them as they are."""
 
     def __call__(self, action: Tensor) -> Tensor:
         """Actions in the dataset's units; leading dims are free."""
@@ -206,6 +208,8 @@ def _mode_of(name: str, modes: Mapping[str, str]) -> str:
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
+        # utf-8-sig: editors on Windows put a byte order mark in front of a file that was mended by
+        # hand.
         plain = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8-sig"))
         tensors = load_file(folder / TENSOR_FILE)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which policies exist; torch-free. Installed packages announce theirs by entry point."""
+"""The registry of policies; torch-free. Installed packages add theirs by entry point."""
 
 from __future__ import annotations
 

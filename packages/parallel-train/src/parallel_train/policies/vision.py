@@ -44,6 +44,7 @@ class ImageTokens(nn.Module):
             if isinstance(module, nn.Conv2d):
                 module.__class__ = _Conv2d
                 module.reset_parameters()
+        # A 1 x 1 convolution: each place of the last map becomes a token of the width D.
         self.to_token = nn.Conv2d(resnet.fc.in_features, dim, kernel_size=1)
         self.camera = nn.Parameter(torch.empty(num_cameras, dim))
         self.reset_parameters()
@@ -71,6 +72,7 @@ class ImageTokens(nn.Module):
                     "Use --policy.vision_weights None, or put the file into torch's cache.",
                 )
             ) from error
+        # The classifier of ImageNet is not a part of this network.
         kept = {n: v for n, v in found.items() if not n.startswith("fc.")}
         self.features.load_state_dict(kept)
 
@@ -79,9 +81,12 @@ class ImageTokens(nn.Module):
 
         A position is the sum of a code of the place and a learned one of the camera.
         """
+        # [B, 3, height, width] -> [B, C, H, W] -> [B, D, H, W]
         map_BDHW = self.to_token(self.features(image_B3HW))
         dim, height, width = map_BDHW.shape[1:]
+        # [H * W, D], computed at each call: the size of the picture is known only here.
         place_SD = place_codes(height, width, dim).to(map_BDHW)
+        # [B, D, H * W] -> [B, H * W, D]
         return map_BDHW.flatten(2).transpose(1, 2), place_SD + self.camera[camera]
 
 
@@ -89,7 +94,7 @@ def require_cameras(spec: DataSpec, names: Sequence[str]) -> None:
     """Check that the data has pictures of these names.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: a camera is missing.
     """
     missing = [name for name in names if name not in spec.cameras()]
     if missing:
@@ -110,6 +115,7 @@ def place_codes(height: int, width: int, dim: int) -> Tensor:
     rows_HD = sinusoids(height, half + half % 2)[:, :half]
     rest = dim - half
     columns_WD = sinusoids(width, rest + rest % 2)[:, :rest]
+    # [H, half] -> [H, W, half]: the same in every column; below, the same in every row
     rows_HWD = rows_HD[:, None].expand(-1, width, -1)
     columns_HWD = columns_WD[None].expand(height, -1, -1)
     return torch.cat([rows_HWD, columns_HWD], dim=-1).flatten(0, 1)

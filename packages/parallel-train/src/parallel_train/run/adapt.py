@@ -1,4 +1,4 @@
-"""What a resumed run keeps and what it may change; pure functions over configs.
+"""Decides what a resumed run keeps and what it may change, by pure functions over configs.
 
 Two questions are answered here before any model exists: on this many ranks, which degrees and
 which accumulation continue the run (`adapt`), and what differs from the config that the checkpoint
@@ -63,6 +63,7 @@ def adapt(
         parallelism = _refill(saved_topology, world_size)
     topology = parallelism.resolve(world_size)
     notes: list[str] = []
+    # Said also where the user asked for it: the log of a run names every change.
     if topology != saved_topology:
         notes.append(f"topology: {saved_topology.describe()} -> {topology.describe()}")
     config = dataclasses.replace(config, parallelism=_resolved(parallelism, topology))
@@ -139,6 +140,7 @@ def _meaning(path: str, saved: TrainConfig, now: TrainConfig) -> str:
 
 def _walk(before: Any, after: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(after, dict):
+        # In the order of the fields, with those that only one of the two has.
         for key in {**before, **after}:
             path = f"{prefix}.{key}" if prefix else key
             yield from _walk(before.get(key), after.get(key), path)
@@ -154,6 +156,7 @@ def _refill(saved: Topology, world_size: int) -> ParallelismConfig:
     if saved.kind is Kind.FSDP:
         return ParallelismConfig(dp_replicate=1, dp_shard=world_size)
     if saved.kind is Kind.HSDP:
+        # HSDP keeps dp_shard, which decides the memory of a rank, and changes the number of copies.
         if world_size % saved.dp_shard:
             raise ConfigError(
                 Problem(
@@ -189,6 +192,8 @@ def _keep_batch(
     per_micro = config.batch_size * topology.dp_world_size
     found = global_batch(config, topology)
     before = config.accelerator.gradient_accumulation.steps
+    # batch_size stays, so that a rank needs no more memory: only the number of micro-batches
+    # changes.
     if not accumulation_given and wanted % per_micro == 0:
         accumulation = dataclasses.replace(
             config.accelerator.gradient_accumulation, steps=wanted // per_micro
@@ -201,6 +206,7 @@ def _keep_batch(
         return dataclasses.replace(config, accelerator=accelerator), note
     if allow_batch_change:
         return config, f"global batch: {wanted} -> {found} samples (--allow_batch_change)"
+    # Each of these keeps the global batch with some accumulation; the largest four are shown.
     fits = [n for n in range(1, wanted + 1) if wanted % (n * topology.dp_world_size) == 0]
     way = (
         f"Use --batch_size {' or '.join(str(n) for n in fits[-4:])}, or --allow_batch_change."

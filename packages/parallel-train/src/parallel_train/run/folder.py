@@ -50,6 +50,7 @@ class RunFiles:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # Permissions alone do not tell: a file system may be read-only or full.
             probe = self.path / f".write-test-{os.getpid()}"
             probe.write_text("")
             probe.unlink()
@@ -64,6 +65,7 @@ class RunFiles:
 
     def write_config(self, text: str) -> None:
         """Replace `train_config.json` in one move."""
+        # A reader, or a start after a crash, sees the old text or the new one, never half of one.
         temporary = self.train_config.with_suffix(".json.tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, self.train_config)
@@ -94,6 +96,7 @@ class RunFiles:
         kept = []
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
             try:
+                # Later lines belong to updates that are about to be made again.
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):

@@ -50,6 +50,7 @@ class Job:
 def under_environment(job: Job) -> Job:
     """The job with what accelerate's variables change, where they are allowed to; says so."""
     accelerator, lines = with_environment(job.config.accelerator)
+    # Without permission the variables change nothing; `check_environment` has refused what would.
     if not environment_wins():
         return job
     counts = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in accelerate_variables()
@@ -64,6 +65,8 @@ def under_environment(job: Job) -> Job:
 
 def provenance(job: Job) -> dict[str, object]:
     """What every manifest remembers beside the resolved config."""
+    # As the user wrote them, -1 included: a requeue compares its file with these, not with the
+    # degrees that were resolved.
     declared = job.config.parallelism
     facts: dict[str, object] = {
         "declared_dp_replicate": declared.dp_replicate,

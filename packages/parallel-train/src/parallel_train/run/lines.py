@@ -1,4 +1,4 @@
-"""What a run tells people at its start and at its end."""
+"""The lines that a run prints at its start and at its end."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ def summary(job: DecidedJob, begun: int, done: int, seconds: float) -> str:
     `begun` and `done` are the updates before and after this start.
     """
     files, steps = job.files, job.config.steps
+    # Nothing was trained, so there is no checkpoint of this start to name.
     if done == begun:
         return stopped_before(done, steps)
     state = "finished" if done >= steps else "stopped on request, checkpoint written"
+    # A finished run goes on only with more steps.
     goal = steps if done < steps else 2 * steps
     name = POLICIES.name_of(job.config.policy)
     # A class named by path is taken from a checkpoint only when the user names it too.

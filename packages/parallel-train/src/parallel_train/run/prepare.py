@@ -1,4 +1,4 @@
-"""From a task to what the loop trains: the engine shards and wraps it, a checkpoint fills it."""
+"""Makes of a task what the loop trains: the engine shards and wraps it, a checkpoint fills it."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def prepare(engine: Engine, task: Task, config: TrainConfig) -> Prepared:
     if not config.meta_init:  # built before the model is cut, as for one process
         optimizer = task.build_optimizer(task.model)
         scheduler = task.build_scheduler(optimizer)
+    # With meta_init the engine calls the two builders once the parameters have memory.
     model, prepared_optimizer, prepared_scheduler, loader = engine.prepare(
         task.model, optimizer, scheduler, task.loader, fill=task.fill
     )
@@ -73,6 +74,7 @@ def fill(prepared: Prepared, checkpoint: Path, changed: frozenset[str]) -> list[
         prepared.model,
         prepared.optimizer,
         prepared.scheduler,
+        # What the user changed must not be written over by the checkpoint's value.
         keep=kept_hyperparameters(changed),
     )
     # The average is part of the optimizer's state: it can be taken up only once that is there.

@@ -1,4 +1,4 @@
-"""What a resumed run keeps of the data that its weights were trained on, whatever lies there now.
+"""Keeps for a resumed run what its weights were trained with, whatever data lie there now.
 
 The weights mean something only behind the normalization that they were trained with, and with
 every task and every entry of a vector at its old place.
@@ -24,7 +24,7 @@ _NEW_RUN = "or start a new run on these data, with another --output_dir"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBefore:
-    """The data of the run that is resumed, as its checkpoint tells of them."""
+    """The data of the run that is resumed, as its checkpoint describes them."""
 
     folder: Path
     """Of the model, with `config.json` and the preprocessor's files."""
@@ -39,6 +39,7 @@ class TrainedBefore:
         The checkpoint's values are kept; a feature that has another mode now, or had none, gets
         those of `fresh`.
         """
+        # A checkpoint of another program has no preprocessor.
         if not (self.folder / CONFIG_FILE).is_file():
             return fresh, []
         saved = Preprocessor.from_pretrained(self.folder).normalizers
@@ -46,6 +47,7 @@ class TrainedBefore:
         kept: dict[str, Normalizer] = {}
         for name, new in fresh.normalizers.items():
             old = saved.get(name)
+            # Values of one mode mean nothing to another.
             if old is None or old.mode != new.mode:
                 before = "none" if old is None else old.mode
                 lines.append(f"normalization of {name}: {before} -> {new.mode}, of these data")
@@ -62,6 +64,7 @@ class TrainedBefore:
             kept[name] = new if self.new_statistics else old
         gone = [name for name in saved if name not in fresh.normalizers]
         lines += [f"normalization of {name}: {saved[name].mode} -> none" for name in gone]
+        # The names of now: they say how to read today's dataset.
         return Preprocessor(kept, fresh.rename), lines
 
     def check(self, dataset: LeRobotDataset, policy: PolicyConfig) -> list[str]:
@@ -75,6 +78,8 @@ class TrainedBefore:
         lines: list[str] = []
         if saved is not None:
             problems += feature_problems(saved, dataset.spec, getattr(policy, "reads", _is_read))
+            # A policy that does not say is taken to have learned the numbers, if there are tasks at
+            # all.
             numbered = getattr(policy, "knows_task_numbers", bool)
             if numbered(len(saved.tasks)) or numbered(len(dataset.tasks)):
                 problems += _task_problems(saved.tasks, dataset.tasks)
@@ -84,6 +89,7 @@ class TrainedBefore:
             raise ConfigError(problems)
         counts = self.data_state if isinstance(self.data_state, dict) else {}
         for name, now in sizes(dataset).items():
+            # Told and not refused: data may grow between two starts.
             if counts.get(name, now) != now:
                 lines.append(f"{name} of the training data: {counts[name]} -> {now}")
         return lines
@@ -105,11 +111,13 @@ def _difference(old: Normalizer, new: Normalizer) -> str:
     """The entry that changed most, or "" where the two are alike but for rounding."""
     if old.shift.shape != new.shift.shape:
         return f"the shape {list(old.shift.shape)} -> {list(new.shift.shape)}"
+    # Relative to the larger of the two: a shift near 0 has no scale of its own.
     size = torch.maximum(old.scale.abs(), old.shift.abs())
     for part in ("scale", "shift"):
         was, now = getattr(old, part).flatten(), getattr(new, part).flatten()
         far = (was - now).abs() / size.flatten()
         at = int(far.argmax()) if far.numel() else 0
+        # Above what float32 rounds when statistics are computed again.
         if far.numel() and far[at] > 1e-5:
             return f"{part}[{at}] {was[at]:.4g} -> {now[at]:.4g}"
     return ""
@@ -154,6 +162,7 @@ def feature_problems(
 def _reordered(old: Feature, new: Feature) -> bool:
     """Whether the same entries stand elsewhere; other labels alone do not change the data."""
     before, after = old.names or (), new.names or ()
+    # Only the same labels in another order prove that entries have moved.
     return before != after and sorted(map(str, before)) == sorted(map(str, after))
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from, as its plain files tell: config and manifest."""
+"""Reads the plain files of the checkpoint that a run continues from: config and manifest."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class SavedRun:
 
     def is_of(self, checkpoint: Path) -> bool:
         """Whether this is that checkpoint, and no save has replaced it since it was read."""
+        # Resolved: `last` is a link to the step folder.
         is_same = self.step.path.resolve() == checkpoint.resolve()
         return is_same and self.stamp == _stamp(self.step)
 
@@ -63,7 +64,9 @@ def find_config(path: str) -> tuple[StepFolder, Manifest | None]:
     run = RunFolder(Path(path).expanduser().absolute())
     steps = [newest]
     if run.checkpoints.is_dir():
+        # Older ones only where a run was named, not one checkpoint of it.
         steps += [StepFolder(p) for p in newest_first(run) if p.resolve() != newest.path.resolve()]
+    # Lazily: mostly the first is intact, and no other file is read.
     found = ((step, _of_intact_config(step)) for step in steps)
     return next((pair for pair in found if pair[1] is not None), (newest, None))
 

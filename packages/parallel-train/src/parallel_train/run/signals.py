@@ -1,4 +1,4 @@
-"""Stopping on request: a signal on any rank becomes one decision of all, at a step boundary."""
+"""Stops on request: a signal on any rank becomes one decision of all, at a step boundary."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in STOP_SIGNALS:
+            # Python sets handlers in the main thread only.
             self._previous[number] = signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have held them
         return self
@@ -63,6 +64,7 @@ class StopRequest:
             self.received, self._since = signal.Signals(number), now
             if self._announce:  # no print: the signal may have come in the middle of one
                 os.write(2, f"{self.received.name}: {self._announce}\n".encode())
+        # Monotonic time: a clock that is set must not turn one request into two.
         elif now - self._since > self._one_request_s:
             self._on_second(number)
 
@@ -83,15 +85,22 @@ def stop_without_launcher(descriptor: int) -> None:
     All its workers notice at the same time. Without a launcher nothing would wait for them.
     """
     thread = threading.Thread(
-        target=_watch_launcher, args=(descriptor,), daemon=True, name="launcher"
+        # A daemon: the thread waits in read for as long as the launcher lives.
+        target=_watch_launcher,
+        args=(descriptor,),
+        daemon=True,
+        name="launcher",
     )
     thread.start()
 
 
 def _watch_launcher(descriptor: int) -> None:
     try:
+        # Nothing is ever written: the read returns when the last writing end is closed, by any
+        # death.
         gone = os.read(descriptor, 1) == b""
     except OSError:  # a process further down inherited the number, not the descriptor
         return
     if gone:
+        # By signal: the process then stops as on any other request.
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Where a run starts: afresh or from a checkpoint, decided before anything is built."""
+"""Decides where a run starts, afresh or from a checkpoint, before anything is built."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def decide_job(job: Job, *, world_size: int) -> DecidedJob:
         notes += _mend(files)
         checkpoint, skipped = newest_intact(files.path, verify=job.config.checkpoint.verify)
         notes += [f"skipped {path}: {reason}" for path, reason in skipped]
+        # With "auto" an empty folder is a fresh start.
         if checkpoint is None and (skipped or job.resume == "must"):
             raise _nothing_intact(files, notes)
     decided = from_main(lambda: _decide(job, files, checkpoint, world_size, notes))
@@ -116,6 +117,7 @@ def _wait_for_writer(files: RunFiles) -> list[str]:
     while True:
         try:
             lock, notes = RunLock.acquire(ckpt_layout.RunFolder(files.path).lock)
+            # Only looked at: the saver takes the lock once the run is built.
             lock.release()
             return notes
         except OSError:

@@ -1,4 +1,4 @@
-"""What a config trains: data, policy, optimizer, schedule; built the same way on every rank."""
+"""Builds what a config trains, the same way on every rank: data, policy, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ def build_task(
         notes = before.check(dataset, config.policy)
         preprocessor, lines = before.preprocessor(preprocessor)
         notes += lines
+    # The same on every rank: DDP and HSDP hold copies, which must begin alike.
     torch.manual_seed(config.seed)
     with parameters_on_meta() if config.meta_init else contextlib.nullcontext():
         model = build_policy(config.policy, dataset.spec)
@@ -138,6 +139,7 @@ def build_task(
             "config.json": policy_json(config.policy, dataset.spec).encode(),
             **_files_of(preprocessor),
         },
+        # Here, where the model is whole: later each rank has its shards.
         num_parameters=sum(p.numel() for p in model.parameters()),
         dataset=dataset,
         held_out=_held_out(config, topology, rank, held_out, load),
@@ -161,6 +163,7 @@ def _first_values(model: nn.Module) -> None:
             f"drawing the values of {name} fails: {_first_line(error)}.", way
         ) from error
     try:
+        # A module without reset_parameters() keeps what the memory happened to hold.
         require_filled(model)
     except ConfigError as error:  # it names the way of a library's user; here there is one
         way = "Give its modules a reset_parameters() that draws them, or use --no-meta_init."
@@ -244,15 +247,18 @@ def policy_loss(
     """
     batch, policy = preprocessor(batch), unwrap(model)
     loss, metrics = read_answer(model(batch), type(policy).__name__)
+    # From the bare policy: a wrapper of DDP does not show its methods.
     weigh = getattr(policy, "loss_weight", None)
     weight = weigh(batch) if weigh is not None else torch.tensor(len(next(iter(batch.values()))))
     weight = weight.float()  # where it is: a count on the host need not wait for the device
     named = {Row.name_of(name): value for name, value in metrics.items()}
+    # The policy returns a mean, and totals add up over micro-batches and ranks.
     return Loss(total=loss * weight, weight=weight), named
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
     """The optimizer over every trainable parameter, in one group."""
+    # Frozen ones are never updated: the optimizer holds exactly the trainable parameters.
     parameters = [p for p in model.parameters() if p.requires_grad]
     common: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.type == "sgd":
@@ -268,14 +274,17 @@ def build_scheduler(config: TrainConfig, optimizer: Optimizer) -> LambdaLR:
 
 def seed_rank(seed: int, rank: int) -> None:
     """Give this rank its own streams of python's, numpy's and torch's random numbers."""
+    # Hashed: seed + rank would give rank 1 of seed 0 the stream of rank 0 of seed 1.
     digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
-    number = int.from_bytes(digest[:4], "little")
+    number = int.from_bytes(digest[:4], "little")  # numpy takes 32 bits
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
 
 
 def _files_of(preprocessor: Preprocessor) -> dict[str, bytes]:
+    # Through a folder, since the preprocessor knows how to write files; the saver wants their
+    # bytes.
     with tempfile.TemporaryDirectory() as folder:
         preprocessor.save_pretrained(folder)
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

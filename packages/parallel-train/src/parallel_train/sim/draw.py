@@ -1,4 +1,4 @@
-"""A rollout as a small moving picture: the table from above and from the side.
+"""Draws a rollout as a small moving picture: the table from above and from the side.
 
 It is drawn from the observations, so that it needs no graphics driver. Observations of MetaWorld
 hold the hand at 0:3, the first object at 4:7 and the goal at 36:39, in metres: x to the right, y
@@ -17,6 +17,7 @@ from parallel_train.sim.metaworld import FPS, Rollout, Vector
 
 SIZE = 220
 """Pixels of one view, both ways."""
+# Twenty pictures per second of the 80 that are simulated.
 _EVERY = 4
 _LAST_MS = 1500
 _GREY, _HAND, _OBJECT, _GOAL = (200, 200, 200), (30, 90, 200), (230, 130, 20), (20, 150, 60)
@@ -63,6 +64,7 @@ def _picture(observations: Vector, title: str, image: Any) -> Any:
         draw.rectangle((*corner, corner[0] + SIZE - 1, corner[1] + SIZE - 1), outline=_GREY)
         draw.text((corner[0] + 4, corner[1] + SIZE - 14), name, fill=_GREY)
         now = observations[-1]
+        # The goal first, or it would cover the hand that reaches it.
         _cross(draw, _pixels(now[None, 36:39], axes, corner)[0])
         _dot(draw, _pixels(now[None, 4:7], axes, corner)[0], _OBJECT)
         trail = _pixels(observations[:, :3], axes, corner)
@@ -75,8 +77,10 @@ def _picture(observations: Vector, title: str, image: Any) -> Any:
 def _pixels(points: Vector, axes: Any, corner: tuple[int, int]) -> list[tuple[float, float]]:
     """Places [N, 3] in metres as pixels of one view."""
     (right, left_m, right_m), (up, bottom_m, top_m) = axes
+    # What leaves the stretch stays visible at its edge.
     x = np.clip((points[:, right] - left_m) / (right_m - left_m), 0, 1)
     y = np.clip((points[:, up] - bottom_m) / (top_m - bottom_m), 0, 1)
+    # Pixels count downwards, metres upwards.
     pixels = np.stack([corner[0] + x * (SIZE - 1), corner[1] + (1 - y) * (SIZE - 1)], axis=1)
     return [(float(a), float(b)) for a, b in pixels]
 

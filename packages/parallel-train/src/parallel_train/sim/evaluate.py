@@ -1,4 +1,4 @@
-"""Success rates of a policy in MetaWorld, beside the expert and a random policy."""
+"""Measures success rates of a policy in MetaWorld, beside the expert and a random policy."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Actor(Protocol):
 
 
 class PolicyController:
-    """Lets a policy act on a MetaWorld observation.
+    """Lets a policy act on MetaWorld observations.
 
     Args:
         policy: has `select_action(batch) -> [1, A]` and `reset()`; it is put into eval mode.
@@ -109,6 +109,7 @@ class PolicyController:
 
     def __call__(self, observation: Vector) -> Vector:
         """The action [4] for an observation [39]."""
+        # The dataset's name; the preprocessor renames it for the policy.
         batch = {STATE: torch.from_numpy(observation)[None], "task_index": self._task}
         action_BA = self._policy.select_action(self._preprocessor(batch, self._device))
         action: Vector = self._postprocessor(action_BA)[0].float().cpu().numpy()
@@ -155,6 +156,8 @@ def evaluate_policy(
             successes = 0
             for number in numbers:
                 if name == "policy":
+                    # Each (seed, number) has a stream of its own: below PLACEMENTS no two sums are
+                    # equal.
                     torch.manual_seed(seed * PLACEMENTS + number)
                     actor.reset()
                 rollout = simulator.rollout(controller, number, max_steps=max_steps)
@@ -172,6 +175,7 @@ def task_index(spec: DataSpec, task: str) -> int:
     Raises:
         ConfigError: the policy does not know the task.
     """
+    # A policy knows a task by its text.
     text = TASKS.get(task, task)
     if text not in spec.tasks:
         known = [name for name, known in TASKS.items() if known in spec.tasks]
@@ -188,9 +192,11 @@ def task_index(spec: DataSpec, task: str) -> int:
 def wilson(successes: int, episodes: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson's score interval of a proportion; `z` = 1.96 gives 95%."""
     rate = successes / episodes
+    # Wilson 1927. Unlike rate +- spread it holds near 0 and 1, and for few episodes.
     centre = (rate + z * z / (2 * episodes)) / (1 + z * z / episodes)
     spread = z * math.sqrt(rate * (1 - rate) / episodes + (z / (2 * episodes)) ** 2)
     half = spread / (1 + z * z / episodes)
+    # Rounding may step over the ends.
     return max(0.0, centre - half), min(1.0, centre + half)
 
 

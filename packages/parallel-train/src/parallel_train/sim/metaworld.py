@@ -71,6 +71,7 @@ class Simulator:
             )
         benchmark = metaworld.MT1(task, seed=seed)
         self.task = task
+        # MT1 draws them from the seed: the same episodes on every machine.
         self._placements = benchmark.train_tasks
         self.environment: Any = benchmark.train_classes[task]()
         """Gymnasium's."""
@@ -90,9 +91,12 @@ class Simulator:
         actions: list[Vector] = []
         solved: int | None = None
         for frame in range(max_steps):
+            # Before the step: frame k is what action k answers to.
             observations.append(observation.astype(np.float32))
+            # The simulator clips as well; the recorded action must be the one that was carried out.
             actions.append(np.clip(controller(observations[-1]), -1, 1).astype(np.float32))
             observation, _, _, _, info = self.environment.step(actions[-1])
+            # The first time counts, also where the object slips away later.
             if solved is None and info["success"] > 0:
                 solved = frame
             if solved is not None and frame >= solved + frames_after_success:

@@ -1,4 +1,4 @@
-"""A rollout as MuJoCo renders it, where the machine can render without a screen.
+"""Renders a rollout with MuJoCo, where the machine can render without a screen.
 
 The episode is played again, in a process of its own: there OpenGL may be chosen anew, print what it
 likes, or crash.
@@ -22,6 +22,7 @@ from parallel_train.sim.metaworld import FPS, Simulator, Vector
 
 HEIGHT, WIDTH = 240, 320
 TIMEOUT_S = 300.0
+# Ten pictures per second of the 80 that are simulated.
 _EVERY = 8
 _CAMERA = "corner"  # mounted upside down
 _CHOICE = "MUJOCO_GL"
@@ -32,6 +33,8 @@ class Renderer:
 
     def __init__(self) -> None:
         chosen = os.environ.get(_CHOICE)
+        # egl needs a GPU's driver, osmesa renders on the processor. A choice of the user's is not
+        # overruled.
         self._backends = [chosen] if chosen else ["egl", "osmesa"]
         self.why_not = ""
         """Why nothing is rendered, once that is known."""
@@ -48,6 +51,7 @@ class Renderer:
         while self._backends:
             if _render_elsewhere(self._backends[0], words, actions, path, title):
                 return True
+            # For good: what failed once is not tried again for every picture.
             self._backends.pop(0)
         self.why_not = self.why_not or f"MuJoCo renders nothing here with {_CHOICE}={tried}"
         return False
@@ -62,6 +66,7 @@ def _render_elsewhere(
         try:
             done = subprocess.run(
                 [*program, *words, f"{folder}/actions.npy", f"{folder}/out.gif", title],
+                # MuJoCo reads the variable once, when it is imported.
                 env={**os.environ, _CHOICE: backend},
                 capture_output=True,
                 timeout=TIMEOUT_S,
@@ -91,6 +96,7 @@ def _pictures(task: str, seed: int, number: int, actions: Vector) -> list[Any]:
         nonlocal frame
         if frame % _EVERY == 0 or frame == len(actions) - 1:
             renderer.update_scene(environment.data, camera=_CAMERA)
+            # The camera is mounted upside down: both axes are turned around.
             found.append(renderer.render()[::-1, ::-1].copy())
         frame += 1
         action: Vector = actions[frame - 1]

@@ -64,6 +64,7 @@ class ACTConfig(PolicyConfig):
     """How actions are normalized."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; a caller may give a list.
         object.__setattr__(self, "cameras", tuple(self.cameras))
         report(self._problems())
 
@@ -83,6 +84,7 @@ class ACTConfig(PolicyConfig):
 
     def normalization(self) -> dict[str, str]:
         """Normalization mode by prefix of the feature's name."""
+        # By full name, which is the longest prefix: it wins over "observation.".
         cameras = dict.fromkeys(self.cameras, str(self.image_normalization))
         modes = {"observation.": self.state_normalization, "action": self.action_normalization}
         return {**modes, **cameras}
@@ -94,15 +96,21 @@ class ACTConfig(PolicyConfig):
     def _problems(self) -> Iterator[Problem]:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
-                yield _problem(name, f"= {getattr(self, name)}, but it is at least 1.", "1 or more")
+                yield _problem(
+                    name, f"= {getattr(self, name)}, but it must be at least 1.", "1 or more"
+                )
+        # 0 heads are reported above and divide nothing.
         if self.n_heads >= 1 and self.dim_model % self.n_heads:
             yield Problem(
                 "policy.n_heads",
                 f"= {self.n_heads} does not divide policy.dim_model = {self.dim_model}.",
                 f"Use --policy.n_heads {self._nearest_heads()}.",
             )
+        # Position codes are pairs of a sine and a cosine.
         if self.dim_model % 2:
-            yield _problem("dim_model", f"= {self.dim_model}, but it is even.", "an even number")
+            yield _problem(
+                "dim_model", f"= {self.dim_model}, but it must be even.", "an even number"
+            )
         if self.n_action_steps is not None and not 1 <= self.n_action_steps <= self.chunk_size:
             yield Problem(
                 "policy.n_action_steps",
@@ -115,10 +123,11 @@ class ACTConfig(PolicyConfig):
         if not 0 <= self.dropout < 1:
             yield _problem("dropout", f"= {self.dropout} lies outside [0, 1).", "0.1")
         if not 0 <= self.kl_weight < float("inf"):
-            yield _problem("kl_weight", f"= {self.kl_weight}, but it is at least 0.", "10")
+            yield _problem("kl_weight", f"= {self.kl_weight}, but it must be at least 0.", "10")
         m = self.temporal_ensemble
         if m is None:
             return
+        # "not <" and not ">=": NaN is refused too. A negative m is allowed: it prefers new chunks.
         if not abs(m) < float("inf"):
             yield _problem("temporal_ensemble", f"= {m} is not finite.", "0.01")
         if self.n_action_steps not in (None, 1):
@@ -129,6 +138,7 @@ class ACTConfig(PolicyConfig):
             )
 
     def _nearest_heads(self) -> int:
+        # dim_model may itself be wrong here: every problem is reported at once.
         divisors = [n for n in range(1, max(1, self.dim_model) + 1) if self.dim_model % n == 0]
         return min(divisors or [1], key=lambda n: abs(n - self.n_heads))
 

@@ -50,6 +50,7 @@ class RewardConfig(PolicyConfig):
     """How pictures are normalized, after they are scaled to [0, 1]."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; a caller may give a list.
         object.__setattr__(self, "cameras", tuple(self.cameras))
         report(self._problems())
 
@@ -62,11 +63,13 @@ class RewardConfig(PolicyConfig):
         """Without a label: whether an action at the horizon is still inside of the episode."""
         if self.label is not None:
             return {}
+        # At least one frame ahead: at 0 no action would ever lie outside of the episode.
         return {"action": [max(1, round(self.horizon_s * fps)) / fps]}
 
     def normalization(self) -> dict[str, str]:
         """Observations only: labels stay as they are."""
         modes = {"observation.": str(self.state_normalization)}
+        # By full name, which is the longest prefix: it wins over "observation.".
         modes |= dict.fromkeys(self.cameras, str(self.image_normalization))
         return modes if self.label is None else {**modes, self.label: "identity"}
 
@@ -80,20 +83,28 @@ class RewardConfig(PolicyConfig):
 
     def reads(self, name: str) -> bool:
         """Whether a vector of that name is read, where the dataset has it."""
+        # The answer must not be read: a label may be named observation.* too.
         return name.startswith("observation.") and name != self.label
 
     def _problems(self) -> Iterator[Problem]:
         for name in ("dim_model", "n_layers"):
             if getattr(self, name) < 1:
-                yield _problem(name, f"= {getattr(self, name)}, but it is at least 1.", "1 or more")
+                yield _problem(
+                    name, f"= {getattr(self, name)}, but it must be at least 1.", "1 or more"
+                )
+        # Only position codes of pictures need pairs of a sine and a cosine.
         if self.cameras and self.dim_model % 2:
-            yield _problem("dim_model", f"= {self.dim_model}, but it is even.", "an even number")
+            yield _problem(
+                "dim_model", f"= {self.dim_model}, but it must be even.", "an even number"
+            )
         if not 0 <= self.dropout < 1:
             yield _problem("dropout", f"= {self.dropout} lies outside [0, 1).", "0.1")
         for name in ("horizon_s", "positive_weight"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                yield _problem(name, f"= {value}, but it is a positive number.", "such a number")
+                yield _problem(
+                    name, f"= {value}, but it must be a positive number.", "such a number"
+                )
 
 
 def _problem(name: str, message: str, use: str) -> Problem:

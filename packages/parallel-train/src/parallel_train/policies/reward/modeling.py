@@ -58,8 +58,10 @@ class Glance(nn.Module):
     def forward(self, images: Sequence[Tensor]) -> Tensor:
         """From one [B, 3, height, width] per camera to [B, D]."""
         seen = [self.image(image, camera) for camera, image in enumerate(images)]
+        # Of every camera [B, places, D]; S counts those of all.
         tokens_BSD = torch.cat([tokens + position for tokens, position in seen], dim=1)
         question_B1D = self.question.expand(len(tokens_BSD), -1, -1)
+        # [B, 1, D] -> [B, D]
         answer_BD: Tensor = self.attention(question_B1D, tokens_BSD, tokens_BSD)[:, 0]
         return answer_BD
 
@@ -88,6 +90,7 @@ class RewardModel(PretrainedPolicy):
         require_cameras(spec, config.cameras)
         self.glance = Glance(config) if config.cameras else None
         if self.glance is not None:
+            # On this instance alone: without cameras the class has no such unit.
             self._fsdp_wrap_modules += self.glance.image.wrap_modules
         self.task = nn.Embedding(len(spec.tasks), config.dim_model) if numbered else None
         self.blocks = nn.ModuleList(
@@ -104,6 +107,7 @@ class RewardModel(PretrainedPolicy):
         logit_B, label_B = self._logits(batch), self._labels(batch)
         weight = logit_B.new_tensor(self.config.positive_weight)
         loss = F.binary_cross_entropy_with_logits(logit_B, label_B, pos_weight=weight)
+        # Logit 0 is probability 1/2.
         accuracy = ((logit_B > 0) == (label_B > 0.5)).float().mean()
         return loss, {"accuracy": accuracy.detach(), "solved": label_B.mean()}
 
@@ -124,20 +128,25 @@ class RewardModel(PretrainedPolicy):
     def _logits(self, batch: Batch) -> Tensor:
         parts: list[Tensor] = []
         if self.observation is not None:
+            # [B, width] of each vector -> [B, W]
             x_BW = torch.cat([batch[name] for name in self.names], dim=-1)
             parts.append(self.observation(x_BW))
         if self.glance is not None:
             parts.append(self.glance([batch[name] for name in self.config.cameras]))
         if self.task is not None:
             parts.append(self.task(batch["task_index"]))
+        # Vectors, pictures and task add up, so that any of them may be missing.
         x_BD = torch.stack(parts).sum(dim=0)
         for block in self.blocks:
             x_BD = block(x_BD)
+        # [B, D] -> [B, 1] -> [B]
         logit_B: Tensor = self.to_logit(self.norm(x_BD)).squeeze(-1)
         return logit_B
 
     def _labels(self, batch: Batch) -> Tensor:
         found = batch["action_is_pad" if self.config.label is None else self.config.label]
+        # Padding at the horizon says that the episode ends before it: the frame is solved. A label
+        # is [B] or [B, 1].
         return found.reshape(len(found), -1)[:, -1].float()
 
 

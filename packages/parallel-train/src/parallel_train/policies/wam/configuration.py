@@ -128,6 +128,7 @@ class WAMConfig(PolicyConfig):
     """How actions are normalized."""
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen; a caller may give lists.
         object.__setattr__(self, "world", tuple(self.world))
         object.__setattr__(self, "cameras", tuple(self.cameras))
         report(self._problems())
@@ -158,6 +159,7 @@ class WAMConfig(PolicyConfig):
 
     def delta_timestamps(self, fps: float) -> dict[str, list[float]]:
         """The chunk of actions; of the world this frame and the predicted ones."""
+        # + 1: the first is the present frame, which the context reads.
         future = [i * self.world_stride / fps for i in range(self.world_frames + 1)]
         return {
             "action": [i / fps for i in range(self.chunk_size)],
@@ -166,6 +168,7 @@ class WAMConfig(PolicyConfig):
 
     def normalization(self) -> dict[str, str]:
         """Normalization mode by prefix of the feature's name."""
+        # By full name, which is the longest prefix: it wins over "observation.".
         cameras = dict.fromkeys(self.cameras, str(self.image_normalization))
         modes = {"observation.": self.state_normalization, "action": self.action_normalization}
         return {**modes, **cameras}
@@ -179,13 +182,13 @@ class WAMConfig(PolicyConfig):
         return name == "action" or name in self.world
 
     def new_run_problems(self) -> Iterator[Problem]:
-        """What a new run is refused for, though models that have it are loaded and resumed."""
+        """Problems of a new run. Models that were trained so are still loaded and resumed."""
         strange = [name for name in self.world if not name.startswith("observation.")]
         if strange:
             yield Problem(
                 "policy.world",
-                f"names {', '.join(map(repr, strange))}, but what is read is named observation.*: "
-                "nothing else is checked and normalized.",
+                f"names {', '.join(map(repr, strange))}, but a name must begin with observation.: "
+                "no other feature is checked and normalized.",
                 f"Use --dataset.rename {strange[0]}=observation.{strange[0]}, and that name.",
             )
 
@@ -193,7 +196,7 @@ class WAMConfig(PolicyConfig):
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and value < 1:
-                yield _problem(name, f"= {value}, but it is at least 1.", "1 or more")
+                yield _problem(name, f"= {value}, but it must be at least 1.", "1 or more")
         if self.preset not in PRESETS:
             yield _problem("preset", f"= {self.preset!r} is unknown.", " or ".join(PRESETS))
         if not self.world:
@@ -207,17 +210,19 @@ class WAMConfig(PolicyConfig):
         for name, use in (("world_weight", "0.5"), ("camera_weight", "0.1")):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                yield _problem(name, f"= {value}, but it is at least 0.", use)
+                yield _problem(name, f"= {value}, but it must be at least 0.", use)
         yield from self._picture_problems()
 
     def _picture_problems(self) -> Iterator[Problem]:
         if self.preset not in PRESETS:
             return
         size, patch = self.sizes.image_size, self.sizes.patch_size
+        # A patch of 0 is reported above, and % would fail on it.
         if patch >= 1 and size % patch:
             yield _problem(
                 "patch_size",
                 f"= {patch} does not divide policy.image_size = {size}.",
+                # The largest smaller patch that fits; 1 always does.
                 f"{max(n for n in range(1, patch) if size % n == 0)}",
             )
 

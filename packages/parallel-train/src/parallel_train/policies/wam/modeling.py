@@ -86,13 +86,16 @@ class WAMPolicy(PretrainedPolicy):
         self.context = ContextTokens(
             sizes.width, observed, patches, self.grid.numbers, config.text_bytes
         )
+        # The order of the entries is that of the tokens: world, pictures, action.
         self.noisy = nn.ModuleDict({"world": NoisyStream(frames, observed, sizes.width)})
         if config.predicted_cameras:
             numbers = self.grid.numbers
             self.noisy["pictures"] = NoisyStream(frames * patches, numbers, sizes.width)
         self.noisy["action"] = NoisyStream(config.chunk_size, spec.dim(ACTION), sizes.action_width)
+        # C is the width of the action stream; each layer projects it to the width of its streams.
         self.time = FlowTime(sizes.action_width)
         widths = sizes.width, sizes.width, sizes.action_width
+        # The context is clean: the flow time does not concern it.
         conditions = None, sizes.action_width, sizes.action_width
         self.layers = nn.ModuleList(
             MoTLayer(widths, sizes.n_heads, sizes.head_dim, conditions, layer == sizes.n_layers - 1)
@@ -104,6 +107,7 @@ class WAMPolicy(PretrainedPolicy):
 
     def reset_buffers(self) -> None:
         """Compute the bytes of every task's text anew: they are in no checkpoint."""
+        # A dataset without tasks has one empty text.
         self.text_table = text_bytes(self.spec.tasks or ("",), self.config.text_bytes)
 
     def forward(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,7 +121,10 @@ class WAMPolicy(PretrainedPolicy):
         """
         data = {ACTION: batch[ACTION], **self._future(batch)}
         time_B, noise = self._drawn(batch, {name: data[name] for name in self.noisy})
+        # [B] -> [B, 1, 1], beside [B, tokens, numbers]
         t = time_B[:, None, None].to(batch[ACTION].dtype)
+        # x_t = (1 - t) noise + t data, and its velocity data - noise: eq. 22 and 23 of
+        # arXiv:2210.02747 with sigma_min = 0.
         along = {name: torch.lerp(noise[name], data[name], t) for name in self.noisy}
         velocities = self._velocities(self._context(batch), along, time_B)
         errors = {n: (v - (data[n] - noise[n])).square() for n, v in velocities.items()}
@@ -130,6 +137,7 @@ class WAMPolicy(PretrainedPolicy):
         if self.training or "index" not in batch:
             time_B = torch.rand(len(batch[ACTION]), device=batch[ACTION].device)
             return time_B, {name: torch.randn_like(value) for name, value in like.items()}
+        # A held-out loss must not differ between evaluations because other noise was drawn.
         return times_of_samples(batch["index"]), noise_of_samples(batch["index"], like)
 
     @staticmethod
@@ -166,12 +174,15 @@ class WAMPolicy(PretrainedPolicy):
 
     @torch.no_grad()
     def _sample(self, batch: Batch) -> dict[str, Tensor]:
+        # The context does not depend on the flow time: its tokens are made once for all steps.
         context, steps = self._context(batch), self.config.num_flow_steps
         tokens_BSW = context[0]
         x = {name: self._noise(name, batch, len(tokens_BSW)) for name in self.noisy}
         for step in range(steps):
+            # fp32 also where tokens are narrow: the time is multiplied by 1000 before its waves.
             time_B = tokens_BSW.new_full((len(tokens_BSW),), step / steps, dtype=torch.float32)
             velocities = self._velocities(context, x, time_B)
+            # One step of Euler along the learned velocity, from t = 0 (noise) to 1 (data).
             x = {name: x[name] + velocity / steps for name, velocity in velocities.items()}
         return x
 
@@ -179,15 +190,17 @@ class WAMPolicy(PretrainedPolicy):
         stream = self.noisy[name]
         assert isinstance(stream, NoisyStream)
         shape = count, stream.num_tokens, stream.numbers
+        # In the dtype of the batch, not of the weights: it is mixed with data in training too.
         noise: Tensor = batch[self.config.world[0]].new_empty(shape).normal_()
         return noise
 
     def _context(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Clean tokens [B, S, W], and which of them mean something, [B, S]."""
         now = torch.cat([_now(batch[name], 2) for name in self.config.world], dim=-1)
+        # [B, 3, height, width] -> [B, P of one camera, K]
         pictures = [self.grid.cut(_now(batch[name], 4)) for name in self.config.cameras]
         text_BL = (
-            self.text_table[batch["task_index"]]
+            self.text_table[batch["task_index"]]  # [B] -> [B, L]
             if "task" not in batch
             else text_bytes(batch["task"], self.config.text_bytes).to(now.device)
         )
@@ -198,7 +211,9 @@ class WAMPolicy(PretrainedPolicy):
 
     def _future(self, batch: Batch) -> dict[str, Tensor]:
         """What the world stream arrives at: vectors [B, F, O], pictures [B, F * P, K]."""
+        # Frame 0 is the present, which the context holds.
         world = torch.cat([batch[name][:, 1:] for name in self.config.world], dim=-1)
+        # [B, F, 3, height, width] -> [B, F, P of one camera, K]
         pictures = [self.grid.cut(batch[n][:, 1:]) for n in self.config.predicted_cameras]
         if not pictures:
             return {"world": world}
@@ -211,28 +226,34 @@ class WAMPolicy(PretrainedPolicy):
         context_BSW, present_BS = context
         streams: dict[str, NoisyStream] = dict(self.noisy.items())  # type: ignore[arg-type]
         embedded = {name: stream.embed(x[name]) for name, stream in streams.items()}
+        # Vectors and pictures share the world stream; the actions have one of their own.
         action = embedded.pop(ACTION)
         xs = (context_BSW, torch.cat([*embedded.values()], dim=1), action)
         condition_BC = self.time(time_B)
         visible_B1NN = _visible(present_BS, xs[1].shape[1] + xs[2].shape[1])
         for layer in self.layers:
             xs = layer(xs, condition_BC, visible_B1NN)
+        # The world stream's tokens apart again, in the order in which they were joined.
         parts = torch.split(xs[1], [part.shape[1] for part in embedded.values()], dim=1)
         ends = {**dict(zip(embedded, parts, strict=True)), ACTION: xs[2]}
         return {name: streams[name].velocity(end) for name, end in ends.items()}
 
     def _loss(self, batch: Batch, errors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         pad_BT = batch["action_is_pad"]
+        # [B]
         entries_B = (~pad_BT).sum(dim=1) * errors[ACTION].shape[-1]
+        # A batch that is all padding gives 0 and not 0 / 0.
         count = entries_B.sum().clamp(min=1)
         action = errors[ACTION].masked_fill(pad_BT[..., None], 0).sum() / count
         loss, metrics = action, {"action_loss": action.detach()}
+        # One feature stands for all: they are read at the same frames.
         pad_BF = batch[f"{self.config.world[0]}_is_pad"][:, 1:]
         for name, weight in (
             ("world", self.config.world_weight),
             ("pictures", self.config.camera_weight),
         ):
             if name in errors:
+                # [B, F, O], or [B, F * P, K] as [B, F, P * K]
                 error_BFX = errors[name].reshape(*pad_BF.shape, -1)
                 error_B = _mean_frame(error_BFX, pad_BF)
                 part = (error_B * entries_B).sum() / count
@@ -258,8 +279,11 @@ def _visible(present_BS: Tensor, num_noisy: int) -> Tensor:
     the observation.
     """
     batch, clean = present_BS.shape
+    # Absent are only bytes of short texts; noisy tokens are always there.
     columns_BN = torch.cat([present_BS, present_BS.new_ones(batch, num_noisy)], dim=1)
     rows_N1 = torch.arange(clean + num_noisy, device=present_BS.device)[:, None]
     columns_1N = torch.arange(clean + num_noisy, device=present_BS.device)[None, :]
+    # Were the context to read noise, its tokens would change with every step of the flow.
     allowed_NN = (rows_N1 >= clean) | (columns_1N < clean)
+    # [B, 1, N] & [N, N] -> [B, N, N], and a dim for the heads
     return (columns_BN[:, None, :] & allowed_NN)[:, None]

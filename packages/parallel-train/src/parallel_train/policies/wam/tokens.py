@@ -23,6 +23,7 @@ NO_BYTE = 256
 def text_bytes(texts: Sequence[str], limit: int) -> Tensor:
     """UTF-8 bytes of each text, cut off after `limit`: int64 [B, L], filled up with `NO_BYTE`."""
     found = [list(text.encode()[:limit]) for text in texts]
+    # At least one byte: a tensor of empty texts would have no column.
     length = max(1, *(len(text) for text in found))
     filled = [text + [NO_BYTE] * (length - len(text)) for text in found]
     return torch.tensor(filled, device="cpu")  # also while a model is built on the meta device
@@ -47,15 +48,19 @@ class PatchGrid:
 
     def cut(self, images: Tensor) -> Tensor:
         """From [..., 3, height, width] to [..., P, K]; other sizes are scaled, to a square."""
+        # [..., 3, height, width] -> [M, 3, height, width]: interpolation takes one batch dim.
         flat = images.flatten(0, -4)
         if flat.shape[-2:] != (self.size, self.size):
+            # "area" averages what falls into a pixel, so that shrinking does not alias.
             flat = F.interpolate(flat, size=(self.size, self.size), mode="area")
+        # [M, 3, size, size] -> [M, K, rows, columns] -> [M, P, K]
         patches = F.pixel_unshuffle(flat, self.patch).flatten(2).transpose(1, 2)
         return patches.reshape(*images.shape[:-3], self.num_patches, self.numbers)
 
     def join(self, patches: Tensor) -> Tensor:
         """From [..., P, K] to [..., 3, size, size]."""
         side = self.size // self.patch
+        # [..., P, K] -> [M, K, rows, columns]
         maps = patches.transpose(-1, -2).reshape(-1, self.numbers, side, side)
         shape = *patches.shape[:-2], 3, self.size, self.size
         return F.pixel_shuffle(maps, self.patch).reshape(shape)
@@ -96,6 +101,7 @@ class ContextTokens(nn.Module):
         self.vectors = nn.Linear(num_numbers, width)
         self.patches = nn.Linear(patch_numbers, width) if num_patches else None
         self.patch_position = Positions(num_patches, width) if num_patches else None
+        # 256 bytes, and one for the filling.
         self.byte = nn.Embedding(NO_BYTE + 1, width)
         self.byte_position = Positions(max_bytes, width)
 
@@ -108,9 +114,12 @@ class ContextTokens(nn.Module):
         """
         tokens = [self.vectors(now)[:, None]]
         if self.patches is not None and self.patch_position is not None:
+            # [B, P, K] -> [B, P, W]
             tokens.append(self.patch_position(self.patches(patches_BPK)))
+        # [B, L] -> [B, L, W]
         tokens.append(self.byte_position(self.byte(text_BL)))
         tokens_BSW = torch.cat(tokens, dim=1)
+        # Vectors and pictures are always there; of the text, what is not filling.
         known = tokens_BSW.shape[1] - text_BL.shape[1]
         present = text_BL.new_ones(len(text_BL), known, dtype=torch.bool)
         return tokens_BSW, torch.cat([present, text_BL != NO_BYTE], dim=1)
@@ -125,6 +134,7 @@ class NoisyStream(nn.Module):
         self.into = nn.Linear(numbers, width)
         self.position = Positions(num_tokens, width)
         self.norm = RMSNorm(width)
+        # A new model predicts velocity 0, so its first losses do not depend on how it was drawn.
         self.out = ZeroLinear(width, numbers)
 
     def embed(self, x: Tensor) -> Tensor:
@@ -149,6 +159,8 @@ class FlowTime(nn.Module):
     def forward(self, time_B: Tensor) -> Tensor:
         """Returns [B, C]."""
         steps = torch.arange(self.num_frequencies, device=time_B.device) / self.num_frequencies
+        # Times in [0, 1] become steps up to 1000, as diffusion models embed them (Ho et al. 2020,
+        # arXiv:2006.11239).
         angle_BF = time_B[:, None] * 1000 * torch.exp(-math.log(10000.0) * steps)
         waves = torch.cat([angle_BF.sin(), angle_BF.cos()], dim=-1)
         # Under sharded mixed precision the weights are narrow here, and the time is not.
