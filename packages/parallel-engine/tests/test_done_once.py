@@ -1,5 +1,7 @@
 """What an update or a start does once: moving a batch, reading an answer, reading the launch."""
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 
@@ -109,3 +111,17 @@ def reads_of_the_launch(is_connected):
 @pytest.mark.parametrize("is_connected", [True, False], ids=["connected before", "by itself"])
 def test_the_launch_is_read_once(is_connected):
     assert run_ranks(reads_of_the_launch, 2, is_connected, init=False) == [(1, 2)] * 2
+
+
+def test_an_engine_does_not_import_inductor_to_leave_determinism_off():
+    script = (
+        "import sys, torch; from parallel_config import AcceleratorConfig\n"
+        "from parallel_engine.determinism import apply_determinism\n"
+        "for wanted in (False, True, False):\n"
+        "    apply_determinism(AcceleratorConfig(deterministic=wanted))\n"
+        "    assert torch.are_deterministic_algorithms_enabled() == wanted\n"
+        "    print('torch._inductor.config' in sys.modules)"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]

@@ -18,7 +18,9 @@ def apply_determinism(config: AcceleratorConfig) -> None:
     torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     torch.backends.cudnn.deterministic = config.deterministic
-    torch.use_deterministic_algorithms(config.deterministic)
+    # Only where it changes something: the call imports inductor, which takes seconds at a start.
+    if torch.are_deterministic_algorithms_enabled() != config.deterministic:
+        torch.use_deterministic_algorithms(config.deterministic)
     if config.deterministic:
         # cuBLAS reads it when its first handle is made; without it deterministic mode raises.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
