@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,26 @@ from parallel_ckpt import (
     read_manifest,
     resolve_checkpoint,
 )
+from parallel_ckpt.store.manifest import signed_text
 from parallel_config import CheckpointConfig, Topology
 
 ONE = Topology()
 NOTES: list[str] = []
 
 
-def saver_of(root: Path, **config: Any) -> CheckpointSaver:
+def saver_of(
+    root: Path,
+    *,
+    resumed_from: Path | None = None,
+    on_note: Callable[[str], None] = NOTES.append,
+    **config: Any,
+) -> CheckpointSaver:
     return CheckpointSaver(
-        root, topology=ONE, config=CheckpointConfig(**config), on_note=NOTES.append
+        root,
+        topology=ONE,
+        config=CheckpointConfig(**config),
+        on_note=on_note,
+        resumed_from=resumed_from,
     )
 
 
@@ -83,6 +96,12 @@ def save_two(root: Path) -> Path:
                 model_files={"config.json": "{}", "processors/norm.bin": b"\0\1"},
             )
     return root
+
+
+def change_manifest(checkpoint: Path, **fields: Any) -> None:
+    """Change fields of a manifest, with a checksum that fits."""
+    path = checkpoint / "manifest.json"
+    path.write_text(signed_text(json.loads(path.read_text()) | fields))
 
 
 def read_manifest_of(run: Path) -> Manifest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -16,11 +15,10 @@ from parallel_ckpt import (
     RunFolder,
     mend_run,
     newest_intact,
-    read_start,
 )
 from parallel_config import Topology
 from parallel_testing.ranks import run_ranks
-from small_runs import saver_of, small
+from small_runs import change_manifest, read_manifest_of, saver_of, small
 
 
 def killed_while_it_replaced(root: Path) -> RunFolder:
@@ -66,15 +64,13 @@ def test_of_two_that_were_moved_aside_the_later_one_is_put_back(tmp_path: Path) 
         with saver_of(tmp_path) as saver:
             saver.save(step=1, samples_seen=samples, model=small()[0])
         run.step(1).path.rename(run.hidden(1, "old", token))
-        manifest = run.hidden(1, "old", token) / "manifest.json"
-        document = json.loads(manifest.read_text()) | {"sequence": samples}
-        manifest.write_text(json.dumps(document))
+        change_manifest(run.hidden(1, "old", token), sequence=samples)
         if token != "c":
             run.hidden(1, "old", token).rename(tmp_path / token)
     for token in "ab":
         (tmp_path / token).rename(run.hidden(1, "old", token))
     mend_run(tmp_path)
-    assert read_start(tmp_path, topology=Topology()).samples_seen == 7
+    assert read_manifest_of(tmp_path).samples_seen == 7
     assert not run.hidden_folders()
 
 

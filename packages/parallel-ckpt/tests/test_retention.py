@@ -4,19 +4,65 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from parallel_ckpt.layout import RunFolder
-from parallel_ckpt.store.retention import superseded
+from parallel_ckpt.store.retention import Commit, line_of_descent, superseded
 from small_runs import saver_of, small
 
 
 def test_retention() -> None:
-    steps = {100: 1, 200: 2, 250: 3, 300: 4, 400: 5}
-    assert superseded(steps, keep_last=None, keep_every=None) == []
-    assert superseded(steps, keep_last=1, keep_every=None) == [100, 200, 250, 300]
-    assert superseded(steps, keep_last=1, keep_every=200) == [100, 250, 300]
-    assert superseded(steps, keep_last=2, keep_every=None, protected=[100]) == [200, 250]
-    taken_up_at_100 = {100: 1, 400: 2, 500: 3, 150: 4, 200: 5}
-    assert superseded(taken_up_at_100, keep_last=2, keep_every=None) == [100, 400, 500]
+    steps = {100: Commit(1, None), 200: Commit(2, 1), 250: Commit(3, 2), 300: Commit(4, 3)}
+    steps[400] = Commit(5, 4)
+    assert superseded(steps, newest=400, keep_last=None, keep_every=None) == []
+    assert superseded(steps, newest=400, keep_last=1, keep_every=None) == [100, 200, 250, 300]
+    assert superseded(steps, newest=400, keep_last=1, keep_every=200) == [100, 250, 300]
+    kept = superseded(steps, newest=400, keep_last=2, keep_every=None, protected=[100])
+    assert kept == [200, 250]
+
+
+@pytest.mark.parametrize(
+    ("commits", "newest", "line"),
+    [
+        # Taken up again from 100: what came after it is abandoned, whatever its steps.
+        (
+            {100: (1, None), 400: (2, 1), 500: (3, 2), 150: (4, 1), 200: (5, 4)},
+            200,
+            [200, 150, 100],
+        ),
+        ({4: (2, 1), 10: (3, 2), 6: (4, 2)}, 6, [6, 4]),
+        # An abandoned step below the new one is not an ancestor either.
+        ({4: (1, None), 5: (2, 1), 6: (3, 1)}, 6, [6, 4]),
+        # A deleted parent: the line goes on with the newest earlier commit of a lower step.
+        ({2: (1, None), 6: (3, 2)}, 6, [6, 2]),
+        # format_version 1 does not say it.
+        ({2: (1, None), 9: (2, None), 4: (3, None)}, 4, [4, 2]),
+        # Saved again after going back to before it: what came after the former one is abandoned.
+        ({2: (1, None), 6: (3, 2), 4: (4, 1)}, 4, [4, 2]),
+        ({7: (1, None)}, 7, [7]),
+    ],
+)
+def test_the_line_of_descent(
+    commits: dict[int, tuple[int, int | None]], newest: int, line: list[int]
+) -> None:
+    assert line_of_descent({step: Commit(*c) for step, c in commits.items()}, newest) == line
+
+
+def test_retention_keeps_what_the_run_goes_on_from(tmp_path: Path) -> None:
+    """`resume RUN/checkpoints/000004 --checkpoint.keep_last 2`: 8 and 10 are abandoned."""
+    model, _ = small()
+    with saver_of(tmp_path) as saver:
+        for step in (2, 4, 8, 10):
+            saver.save(step=step, samples_seen=0, model=model)
+    notes: list[str] = []
+    resumed = tmp_path / "checkpoints/000004"
+    with saver_of(tmp_path, keep_last=2, resumed_from=resumed, on_note=notes.append) as saver:
+        saver.save(step=6, samples_seen=0, model=model)
+    assert RunFolder(tmp_path).committed_steps() == [4, 6]
+    assert any("deleting 000008, 000010: the run does not go on from there" in n for n in notes)
+    with saver_of(tmp_path, keep_last=2, on_note=notes.append) as saver:  # another process goes on
+        saver.save(step=7, samples_seen=0, model=model)
+    assert RunFolder(tmp_path).committed_steps() == [6, 7]
 
 
 def test_a_run_taken_up_from_an_earlier_step_keeps_what_it_saves(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from parallel_ckpt.convert import convert
 from parallel_ckpt.inspect import inspect
 from parallel_ckpt.verify import verify
 from parallel_config import CheckpointFormat
-from small_runs import ONE, build, quiet, train_on
+from small_runs import ONE, build, change_manifest, quiet, train_on
 
 
 def saved(run: Path, form: CheckpointFormat) -> tuple[nn.Module, Path]:
@@ -86,8 +86,8 @@ def test_a_file_that_the_manifest_lost_is_not_read(
 ) -> None:
     _, path = saved(tmp_path, CheckpointFormat.DCP)
     document = json.loads((path / "manifest.json").read_text())
-    document["files"] = [record for record in document["files"] if record["path"] != gone]
-    (path / "manifest.json").write_text(json.dumps(document))
+    files = [record for record in document["files"] if record["path"] != gone]
+    change_manifest(path, files=files)
     told = pytest.raises(DamagedCheckpoint, match=r"is needed, but manifest\.json does not list it")
     with told if is_told else contextlib.nullcontext():
         start = read_start(path, topology=ONE)

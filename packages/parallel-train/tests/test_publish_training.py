@@ -419,6 +419,7 @@ def pushed(hub, ptrain, strangers, monkeypatch):
 def _replace(checkpoint, name, document):
     """Change a file of a checkpoint as its owner could: the manifest fits."""
     from parallel_ckpt.formats.hashing import hash_bytes
+    from parallel_ckpt.store.manifest import signed_text
 
     data = document if isinstance(document, bytes) else json.dumps(document).encode()
     (checkpoint / name).write_bytes(data)
@@ -426,7 +427,7 @@ def _replace(checkpoint, name, document):
     for record in manifest["files"]:
         if record["path"] == name:
             record |= {"size_bytes": len(data), "checksum": hash_bytes(data)}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "manifest.json").write_text(signed_text(manifest))
 
 
 def test_resuming_a_strangers_run_publishes_nothing(hub, ptrain, pushed):

@@ -13,6 +13,7 @@ from parallel_ckpt import DamagedCheckpoint
 from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.layout import RunFolder
 from parallel_ckpt.store.lock import RunLock
+from parallel_ckpt.store.manifest import signed_text
 from parallel_config import ConfigError
 from parallel_testing.ranks import run_ranks
 from parallel_train.cli import app
@@ -176,7 +177,7 @@ def as_of(run, **parallelism):
         if record["path"] == "pretrained_model/train_config.json":
             data = config.read_bytes()
             record |= {"checksum": hash_bytes(data), "size_bytes": len(data)}
-    path.write_text(json.dumps(manifest))
+    path.write_text(signed_text(manifest))
 
 
 def test_a_degree_that_is_given_goes_with_the_default_of_the_other(run):
@@ -283,7 +284,7 @@ def from_a_newer_version(finished, tmp_path):
             for file in record["files"]:
                 if file["path"].endswith("train_config.json"):
                     file |= {"size_bytes": len(data), "checksum": hash_bytes(data)}
-            manifest.write_text(json.dumps(record))
+            manifest.write_text(signed_text(record))
     return path
 
 

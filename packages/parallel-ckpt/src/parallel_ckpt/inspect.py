@@ -16,7 +16,7 @@ from parallel_ckpt.formats.safetensors import read_header
 from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder, belongs_to_weights
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.find import resolve_checkpoint
-from parallel_ckpt.store.integrity import file_problems
+from parallel_ckpt.store.integrity import file_problems, identity_problems
 from parallel_ckpt.store.manifest import Manifest
 
 ByDtype = dict[str, tuple[int, int]]
@@ -157,7 +157,13 @@ def _inspect_step(folder: StepFolder) -> CheckpointInfo:
     sizes = {"weights": 0, "optimizer": 0, "other": 0}
     for path, record in contents.records.items():
         sizes[_part(folder, path)] += record.size_bytes
-    problems = [str(problem) for problem in file_problems(folder, manifest.files, "fast")]
+    problems = [
+        str(problem)
+        for problem in (
+            *identity_problems(folder, manifest),
+            *file_problems(folder, manifest.files, "fast"),
+        )
+    ]
     weights: ByDtype = {}
     optimizer: ByDtype = {}
     for read, into in ((_weights, weights), (_optimizer, optimizer)):

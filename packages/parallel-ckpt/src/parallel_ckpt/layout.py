@@ -189,6 +189,12 @@ def parse_step(name: str) -> int | None:
     return int(name)
 
 
+def step_of(name: str) -> int | None:
+    """The step that a folder's name stands for, hidden ones included; None for any other name."""
+    hidden = _HIDDEN.fullmatch(name)
+    return int(hidden[1]) if hidden else parse_step(name)
+
+
 def is_weight_file(name: str) -> bool:
     """Whether a file of `pretrained_model` holds the model's tensors.
 

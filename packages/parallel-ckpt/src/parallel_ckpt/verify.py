@@ -8,7 +8,7 @@ from pathlib import Path
 from parallel_ckpt.errors import printable
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.store.find import resolve_checkpoint
-from parallel_ckpt.store.integrity import file_problems
+from parallel_ckpt.store.integrity import file_problems, identity_problems
 from parallel_ckpt.store.manifest import Manifest, read_manifest
 from parallel_config import Problem
 
@@ -21,7 +21,7 @@ class VerifyReport:
     """The step folder."""
     manifest: Manifest
     problems: tuple[Problem, ...]
-    """One per file that is missing or differs."""
+    """One per file that is missing or differs, and per fact that contradicts the manifest."""
     unlisted: tuple[str, ...]
     """Files that the manifest does not know; they are not read by anything."""
     fast: bool
@@ -54,7 +54,10 @@ def verify(path: str | Path, *, fast: bool = False) -> VerifyReport:
     """
     folder = StepFolder(resolve_checkpoint(path))
     manifest = read_manifest(folder)
-    found = tuple(file_problems(folder, manifest.files, "fast" if fast else "full"))
+    found = (
+        *identity_problems(folder, manifest),
+        *file_problems(folder, manifest.files, "fast" if fast else "full"),
+    )
     listed = {record.path for record in manifest.files} | {folder.manifest.name}
     present = (p.relative_to(folder.path).as_posix() for p in folder.path.rglob("*") if p.is_file())
     return VerifyReport(folder.path, manifest, found, tuple(sorted(set(present) - listed)), fast)

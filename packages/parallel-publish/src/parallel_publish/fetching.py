@@ -22,7 +22,7 @@ from parallel_ckpt import (
 )
 from parallel_ckpt.layout import CHECKPOINTS, MANIFEST, TEMPORARY, step_name
 from parallel_ckpt.ranks import all_ranks
-from parallel_ckpt.store.integrity import file_problems
+from parallel_ckpt.store.integrity import file_problems, identity_problems
 from parallel_ckpt.store.manifest import parse_manifest
 from parallel_config import ConfigError, Problem
 from parallel_publish.errors import PublishError
@@ -194,6 +194,8 @@ def _remote_manifest(target: Target, path: str) -> Manifest:
 
 def _problems(folder: StepFolder) -> list[Problem]:
     try:
-        return list(file_problems(folder, read_manifest(folder).files, "full"))
+        manifest = read_manifest(folder)
+        odd = identity_problems(folder, manifest)
+        return [*odd, *file_problems(folder, manifest.files, "full")]
     except ConfigError as error:
         return list(error.problems)

@@ -5,6 +5,7 @@ A repository holds them as `checkpoints/<step>/...`, each pushed in one commit w
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -27,7 +28,7 @@ from parallel_ckpt import (
 from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.layout import CHECKPOINTS, MANIFEST, TEMPORARY, step_name
 from parallel_ckpt.store.integrity import file_problems
-from parallel_ckpt.store.manifest import FileRecord
+from parallel_ckpt.store.manifest import FileRecord, signed_text
 from parallel_config import ConfigError
 from parallel_publish.client import note
 from parallel_publish.hub import publish_files
@@ -238,7 +239,7 @@ def _shared(folder: StepFolder, manifest: Manifest) -> Mapping[str, Path | bytes
             record = replace(record, size_bytes=len(content), checksum=hash_bytes(content))
         records.append(record)
     text = replace(manifest, files=tuple(records)).to_json()
-    return files | {MANIFEST: shareable(text).encode()}
+    return files | {MANIFEST: signed_text(json.loads(shareable(text))).encode()}
 
 
 def _join(thread: threading.Thread, timeout_s: float, stop: Stop, stop_wait_s: float) -> float:

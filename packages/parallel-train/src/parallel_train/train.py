@@ -125,11 +125,17 @@ def _make_ready(
         checkpoint_format=config.checkpoint_format,
         provenance=provenance(job),
         on_commit=publisher.push,
+        resumed_from=decided.checkpoint,
     )
     prepared = prepare(engine, task, config)
     notes = [*decided.notes, *(opened.notes if opened else ()), *task.notes]
     if decided.checkpoint is not None:
-        notes += fill(prepared, decided.checkpoint, decided.changed)
+        notes += fill(
+            prepared,
+            decided.checkpoint,
+            decided.changed,
+            allow_optimizer_change=decided.allow_optimizer_change,
+        )
     peak, why = samples_per_s_at_peak(
         config, task.dataset, engine.device, decided.topology.world_size
     )

@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
@@ -17,15 +18,18 @@ from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import Source, dcp_source, weights_of
 from parallel_ckpt.ranks import all_ranks
-from parallel_ckpt.state.model import aliases, model_shards
+from parallel_ckpt.state.model import aliases, drop_gradients, model_shards
 from parallel_ckpt.state.optimizer import (
     Allocation,
     allocate,
     check_index,
+    class_of,
     inner_optimizer,
     inner_scheduler,
     install,
+    is_same_class,
     put,
+    start_anew,
 )
 from parallel_ckpt.state.plain_json import load_json
 from parallel_ckpt.state.rng import DerivedRng, RngState, derived_seed
@@ -85,6 +89,10 @@ class Restored:
     """Weights and buffers of the model."""
     num_optimizer_entries: int
     """Entries of the optimizer's state over all parameters."""
+    starts_anew: bool = False
+    """Whether the optimizer is of another class, so that nothing of the saved one was taken."""
+    notes: tuple[str, ...] = ()
+    """What the log should say: an optimizer that starts anew, gradients that were dropped."""
 
 
 def read_start(path: str | Path, *, topology: Topology, verify: Verify = "full") -> Start:
@@ -111,6 +119,7 @@ def restore(
     *,
     keep: Collection[str] = (),
     verify: Verify | None = None,
+    allow_optimizer_change: bool = False,
 ) -> Restored:
     """Collective: every rank. Phase two of a resume: fill model, optimizer and scheduler in place.
 
@@ -119,14 +128,21 @@ def restore(
     hyper-parameters (`lr`, `weight_decay`) whose values in the given optimizer win over the stored
     ones; with `lr` the place on the schedule is kept. `keep=("schedule",)` recomputes the current
     rate from the scheduler as it is built now. How the optimizer computes (`fused`, `foreach`,
-    `capturable`, `differentiable`) is never taken from a checkpoint.
+    `capturable`, `differentiable`) is never taken from a checkpoint. Gradients that the model holds
+    are dropped: they are not of these weights.
+
+    An optimizer of another class than the saved one is refused. With `allow_optimizer_change` it
+    starts anew, as it was built, and only the place on the schedule is kept. A checkpoint of
+    format_version 1 does not name the class: with this option the optimizer then starts anew in any
+    case.
 
     **Checksums are not compared here**, so that damaged values may be loaded: `read_start`
     has compared them just before. Where it has not been called, give `verify="full"`.
 
     Raises:
         StateMismatch: lists tensors that are missing, unexpected, of another shape or would lose
-            precision, or says that the scheduler was not saved; nothing has been changed then.
+            precision, or says that the scheduler was not saved, or that the optimizer is of another
+            class; nothing has been changed then.
         DamagedCheckpoint: what is stored cannot be read, or differs from what was committed; in
             the second case nothing has been changed.
     """
@@ -134,15 +150,26 @@ def restore(
     folder = StepFolder(Path(ranks.from_main(lambda: str(resolve_checkpoint(path)))))
     if verify is not None:
         verify_on_all(folder, verify, ranks)
-    plan = ranks.together(lambda: _plan(folder, model, optimizer, scheduler))
+    plan = ranks.together(
+        lambda: _plan(folder, model, optimizer, scheduler, allow_optimizer_change)
+    )
     ranks.together(lambda: fill_all(plan.source, plan.weights, plan.keys))
+    notes = [*plan.notes, *ranks.together(lambda: drop_gradients(model))]
     num_entries = 0
-    if optimizer is not None:
+    if plan.starts_anew:
+        ranks.together(lambda: _start_anew(plan, model, optimizer))
+        keep = ("lr", "schedule")
+    elif optimizer is not None:
         ranks.together(lambda: _fill_optimizer(plan))
         num_entries = ranks.together(lambda: _install(plan, model, optimizer, keep))
     if scheduler is not None:
         ranks.together(lambda: _restore_scheduler(plan, scheduler, keep))
-    return Restored(num_tensors=len(plan.weights), num_optimizer_entries=num_entries)
+    return Restored(
+        num_tensors=len(plan.weights),
+        num_optimizer_entries=num_entries,
+        starts_anew=plan.starts_anew,
+        notes=tuple(notes),
+    )
 
 
 @dataclass(frozen=True)
@@ -154,9 +181,14 @@ class _Plan:
     allocation: Allocation | None
     optimizer_source: Source | None
     scheduler: Any
+    starts_anew: bool = False
+    """Whether the optimizer takes its place on the schedule from the index, and nothing else."""
+    notes: tuple[str, ...] = ()
 
 
-def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) -> _Plan:
+def _plan(
+    folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any, allow_change: bool
+) -> _Plan:
     """Open everything and compare names, shapes and dtypes before anything is touched."""
     contents = Contents.read(folder)
     source, weights = weights_of(contents), model_shards(model)
@@ -168,6 +200,8 @@ def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) 
         return _Plan(source, weights, keys, {}, None, None, schedule)
     index = _document(contents, folder.optimizer_index)
     inner = inner_optimizer(optimizer)
+    if (note := _change_of_class(contents.manifest, inner, allow_change)) is not None:
+        return _Plan(source, weights, keys, index, None, None, schedule, True, (note,))
     problems = list(check_index(index, model, inner))
     if problems:
         raise StateMismatch(problems[:10])
@@ -176,6 +210,35 @@ def _plan(folder: StepFolder, model: nn.Module, optimizer: Any, scheduler: Any) 
     allocation = allocate(index, stored, model, inner)
     match(states.tensors, allocation.shards, {}, where="optimizer")
     return _Plan(source, weights, keys, index, allocation, states, schedule)
+
+
+def _change_of_class(manifest: Manifest, optimizer: Optimizer, allowed: bool) -> str | None:
+    """A line about the optimizer that starts anew; None where it goes on.
+
+    Names of state do not identify an optimizer: Adam and AdamW have the same, and would each go on
+    as the other.
+    """
+    own = class_of(optimizer)
+    stored = None if manifest.optimizer is None else manifest.optimizer.class_name
+    if not manifest.names_optimizer:
+        return f"optimizer: the state of {own} starts anew, as asked for." if allowed else None
+    if stored is None or is_same_class(stored, own):
+        return None
+    if allowed:
+        return f"optimizer: {stored} -> {own}, whose state starts anew."
+    raise StateMismatch.of(
+        "optimizer",
+        f"is {own}, but the checkpoint holds the state of {stored}.",
+        "Use the one that was saved, or allow_optimizer_change=True "
+        "(ptrain: --allow_optimizer_change), which starts its state anew.",
+    )
+
+
+def _start_anew(plan: _Plan, model: nn.Module, optimizer: Any) -> None:
+    start_anew(plan.index, model, inner_optimizer(optimizer))
+    scaler, state = getattr(optimizer, "scaler", None), plan.index.get("scaler")
+    if scaler is not None and state:
+        scaler.load_state_dict(state)
 
 
 def _plan_scheduler(contents: Contents, scheduler: Any) -> Any:

@@ -20,6 +20,8 @@ from parallel_ckpt.layout import (
     PRETRAINED_MODEL,
     RunFolder,
     StepFolder,
+    step_name,
+    step_of,
 )
 from parallel_ckpt.ranks import DEADLINE_S, Ranks
 from parallel_ckpt.save import dcp as dcp_writer
@@ -33,14 +35,14 @@ from parallel_ckpt.save.rank_files import (
     write_rank_files,
 )
 from parallel_ckpt.save.safetensors import write_safetensors
-from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot
+from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot, with_sequence
 from parallel_ckpt.state.optimizer import Stateful, inner_scheduler
 from parallel_ckpt.state.shards import signature
 from parallel_ckpt.store.commit import abandon, begin, commit, delete, read_last, reason
 from parallel_ckpt.store.lock import RunLock
-from parallel_ckpt.store.manifest import FileRecord, Manifest, sequence_of
+from parallel_ckpt.store.manifest import FileRecord, Manifest, OptimizerRecord, read_manifest
 from parallel_ckpt.store.mend import open_run
-from parallel_ckpt.store.retention import superseded
+from parallel_ckpt.store.retention import Commit, line_of_descent, superseded
 from parallel_config import CheckpointConfig, CheckpointFormat, ReportedError, Topology
 from parallel_config.checkpoint import parse_size
 
@@ -59,6 +61,7 @@ class CheckpointSaver:
         on_note: Callable[[str], None] = print,
         on_commit: Callable[[Path], None] | None = None,
         deadline_s: float = DEADLINE_S,
+        resumed_from: str | Path | None = None,
     ) -> None:
         """Collective: every rank. Lock the run folder, check that all ranks see it, and mend it.
 
@@ -67,6 +70,9 @@ class CheckpointSaver:
         there with each checkpoint once it is committed, before retention deletes any; other ranks
         wait for it. What it raises becomes a note: the checkpoint is there. With `async_save` both
         are called on a thread of the saver's, while training goes on.
+
+        `resumed_from` is the checkpoint of this run that training goes on from; None stands for the
+        one committed last. Retention counts only it, its ancestors and what is saved from now on.
 
         Raises:
             CheckpointError: another run writes here, or a rank does not see the folder.
@@ -83,8 +89,11 @@ class CheckpointSaver:
         self._lock: RunLock | None = None
         self._pending: Background[Path] | None = None
         self._staging = Staging()
-        self._sequences: dict[int, int] = {}
+        self._commits: dict[int, Commit] = {}
         """Of the committed steps whose manifest can be read; on the main rank alone."""
+        self._resumed_from = resumed_from
+        self._parent: int | None = None
+        """Sequence of the checkpoint that the run goes on from; on the main rank alone."""
         self._sequence = 0
         """The highest one given so far; on the main rank alone."""
         try:
@@ -184,8 +193,12 @@ class CheckpointSaver:
         def count() -> None:
             for note in notes:
                 self._on_note(note)
-            self._sequences = _sequences(self._run)
-            self._sequence = max(self._sequences.values(), default=0)
+            self._commits = _commits(self._run)
+            by_sequence = {commit.sequence: step for step, commit in self._commits.items()}
+            self._sequence = max(by_sequence, default=0)
+            self._parent = self._sequence or None
+            if self._resumed_from is not None:
+                self._parent = _sequence_in(self._run, self._resumed_from, self._commits)
 
         self._ranks.from_main(count)
 
@@ -253,7 +266,10 @@ class CheckpointSaver:
         weights: list[FileRecord],
     ) -> Path:
         """Main rank: write what exists once and commit."""
-        late = finish_dcp(folder, files) + write_documents(folder, snapshot.documents)
+        # Before the commit: a number that might have been committed is never given again.
+        self._sequence += 1
+        documents = with_sequence(snapshot.documents, self._sequence)
+        late = finish_dcp(folder, files) + write_documents(folder, documents)
         early = [record for of_rank in files for record in of_rank.records] + weights
         return self._commit(folder, snapshot, early + late, paths_of(folder, late))
 
@@ -268,8 +284,7 @@ class CheckpointSaver:
         # Once more, as late as possible: this process may have been stopped for long, and the new
         # holder of the lock would lose its checkpoint to ours.
         self._lock.check()
-        # Before the commit: a number that might have been committed is never given again.
-        self._sequence += 1
+        kind = snapshot.optimizer_class
         manifest = Manifest(
             step=snapshot.step,
             samples_seen=snapshot.samples_seen,
@@ -280,10 +295,13 @@ class CheckpointSaver:
             created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             versions=_versions(),
             provenance=self._provenance,
+            optimizer=None if kind is None else OptimizerRecord(class_name=kind),
+            parent=self._parent,
         )
         path = self._run.step(snapshot.step).path
         notes = commit(self._run, folder, manifest, unflushed)
-        self._sequences[manifest.step] = manifest.sequence
+        self._commits[manifest.step] = Commit(manifest.sequence, manifest.parent)
+        self._parent = manifest.sequence
         # From here on the checkpoint exists: nothing may make it look as if the save had failed.
         # Announced first: retention may delete what the listener is about to read or link.
         notes += [*self._announce(path), *self._retire(snapshot.step)]
@@ -311,14 +329,23 @@ class CheckpointSaver:
             there = self._run.committed_steps()
         except OSError as error:
             return [f"{self._run.checkpoints}: old ones are not deleted: {reason(error)}"]
-        self._sequences = {k: n for k, n in self._sequences.items() if k in there}
+        self._commits = {k: n for k, n in self._commits.items() if k in there}
         last = read_last(self._run)
         doomed = superseded(
-            self._sequences,
+            self._commits,
+            newest=step,
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
-            protected=[step] if last is None else [step, last],
+            protected=[] if last is None else [last],
         )
+        line = line_of_descent(self._commits, step)
+        abandoned = [old for old in doomed if old not in line]
+        if abandoned:
+            names = ", ".join(step_name(old) for old in abandoned)
+            notes.append(
+                f"{self._run.checkpoints}: deleting {names}: the run does not go on from there, "
+                f"so {step_name(step)} does not descend from it."
+            )
         for old in doomed:
             try:
                 delete(self._run, old)
@@ -327,10 +354,27 @@ class CheckpointSaver:
         return notes
 
 
-def _sequences(run: RunFolder) -> dict[int, int]:
-    found = {step: sequence_of(run.step(step)) for step in run.committed_steps()}
-    # A damaged manifest is reported by the call that wants to load it.
-    return {step: sequence for step, sequence in found.items() if sequence is not None}
+def _commits(run: RunFolder) -> dict[int, Commit]:
+    found: dict[int, Commit] = {}
+    for step in run.committed_steps():
+        # A damaged manifest is reported by the call that wants to load it.
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(run.step(step))
+            found[step] = Commit(manifest.sequence, manifest.parent)
+    return found
+
+
+def _sequence_in(run: RunFolder, path: str | Path, commits: Mapping[int, Commit]) -> int | None:
+    """Of the checkpoint at `path`, if it is one of this run; else of what was committed last."""
+    newest = max((commit.sequence for commit in commits.values()), default=None)
+    step = step_of(Path(path).name)
+    if (
+        step is None
+        or step not in commits
+        or Path(path).resolve().parent != run.checkpoints.resolve()
+    ):
+        return newest
+    return commits[step].sequence
 
 
 def _versions() -> dict[str, str]:

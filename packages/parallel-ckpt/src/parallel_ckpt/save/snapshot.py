@@ -24,8 +24,8 @@ from parallel_ckpt.layout import (
     belongs_to_weights,
 )
 from parallel_ckpt.state.model import named_tensors, shards_of
-from parallel_ckpt.state.optimizer import OptimizerState, Stateful, collect
-from parallel_ckpt.state.plain_json import dump_json
+from parallel_ckpt.state.optimizer import OptimizerState, Stateful, class_of, collect
+from parallel_ckpt.state.plain_json import dump_json, load_json
 from parallel_ckpt.state.rng import RngState
 from parallel_ckpt.state.savable import savable
 from parallel_ckpt.state.shards import Shard
@@ -42,6 +42,8 @@ class Snapshot:
     optimizer: Mapping[str, Shard]
     documents: Mapping[str, bytes]
     """Files that exist once, by path in the checkpoint; the same on every rank."""
+    optimizer_class: str | None
+    """What identifies the optimizer; None without one."""
     rng: bytes
     """Random state of this rank, as a safetensors file."""
 
@@ -83,8 +85,19 @@ def take_snapshot(
         weights=savable(shards_of(tensors)),
         optimizer=savable(state.shards),
         documents=dict(files) | {f"{TRAINING_STATE}/{k}": v for k, v in documents.items()},
+        optimizer_class=None if optimizer is None else class_of(optimizer),
         rng=safetensors_bytes(dict(RngState.capture().tensors)),
     )
+
+
+def with_sequence(documents: Mapping[str, bytes], sequence: int) -> dict[str, bytes]:
+    """The documents, where `training_step.json` also says which commit of the run it is.
+
+    Only the main rank knows the number, and only when it commits.
+    """
+    path = f"{TRAINING_STATE}/training_step.json"
+    facts = load_json(documents[path], path) | {"sequence": sequence}
+    return dict(documents) | {path: dump_json(facts, path)}
 
 
 def count(value: SupportsIndex, name: str) -> int:

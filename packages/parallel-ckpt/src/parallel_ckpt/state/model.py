@@ -144,6 +144,20 @@ def _by_name(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Ten
     return found
 
 
+def drop_gradients(model: nn.Module) -> list[str]:
+    """Forget the gradients of a model whose weights were filled; a line where it had some.
+
+    They belong to other weights, and would join the first update.
+    """
+    held = 0
+    for parameter in _resharded(model).parameters():
+        if parameter.grad is not None:
+            held, parameter.grad = held + 1, None
+    if not held:
+        return []
+    return [f"gradients of {held} parameters are dropped: they were not of the restored weights."]
+
+
 def _resharded(model: nn.Module) -> nn.Module:
     """The bare module with its shards as parameters.
 

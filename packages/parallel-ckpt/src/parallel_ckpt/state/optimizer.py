@@ -51,6 +51,22 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return found if isinstance(found, Optimizer) else optimizer
 
 
+def class_of(optimizer: Optimizer) -> str:
+    """What identifies an optimizer: the dotted path of its class, without what wraps it.
+
+    A script's own class counts by its name alone: the script may be run as a module next time.
+    """
+    kind = type(inner_optimizer(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("__main__.")
+
+
+def is_same_class(stored: str, own: str) -> bool:
+    """Whether two of `class_of` are one class; a name without a module is a script's."""
+    if "." in stored and "." in own:
+        return stored == own
+    return stored.rpartition(".")[2] == own.rpartition(".")[2]
+
+
 def inner_scheduler(scheduler: Stateful | None) -> Any:
     """The torch scheduler inside accelerate's wrapper, or what was given."""
     found = getattr(scheduler, "scheduler", None)
@@ -245,6 +261,28 @@ def install(
     optimizer.state.clear()
     optimizer.state.update(allocation.state)
     return sum(len(entries) for entries in optimizer.state.values())
+
+
+def start_anew(index: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Of the index only the place on the schedule's curve is taken. No collective.
+
+    The optimizer's own state stays as it was built: Adagrad does not work with an empty one.
+
+    Raises:
+        StateMismatch: a parameter of the optimizer is not the model's.
+    """
+    names = parameter_names(model)
+    hyper_of = {fqn: group["hyper"] for group in index["groups"] for fqn in group["params"]}
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise StateMismatch(_foreign(parameter, f"param_groups[{i}]").problems)
+        known = (hyper_of.get(names[parameter]) for parameter in group["params"])
+        saved = next((hyper for hyper in known if hyper is not None), None)
+        wanted = _number(group.get("initial_lr", group.get("lr")))
+        if saved is not None and "lr" in saved and wanted is not None:
+            base, lr = _number(saved.get("initial_lr", saved["lr"])), _number(saved["lr"])
+            put(group, "lr", _ratio(lr, base) * wanted)
 
 
 def _convert_step(entries: dict[str, Any], group: Mapping[str, Any]) -> None:

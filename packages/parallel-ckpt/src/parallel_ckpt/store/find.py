@@ -18,8 +18,9 @@ from parallel_ckpt.layout import (
 )
 from parallel_ckpt.ranks import Ranks, all_ranks
 from parallel_ckpt.store.commit import read_last
-from parallel_ckpt.store.integrity import Verify, file_problems, portion
+from parallel_ckpt.store.integrity import Verify, file_problems, identity_problems, portion
 from parallel_ckpt.store.manifest import Manifest, read_manifest, sequence_of
+from parallel_config import Problem
 
 
 def resolve_checkpoint(path: str | Path) -> Path:
@@ -84,15 +85,20 @@ def verify_on_all(folder: StepFolder, verify: Verify, ranks: Ranks) -> Manifest:
     Raises:
         DamagedCheckpoint: names each file that is missing or differs; the same on every rank.
     """
-    manifest = ranks.from_main(lambda: read_manifest(folder))
+    manifest, odd = ranks.from_main(lambda: _read_identity(folder))
     mine = portion(manifest, ranks.rank, ranks.world_size)
     found = ranks.together_all(lambda: list(file_problems(folder, mine, verify)))
-    problems = [problem for of_rank in found for problem in of_rank]
+    problems = odd + [problem for of_rank in found for problem in of_rank]
     if problems:
         raise DamagedCheckpoint(
             sorted(problems, key=lambda problem: problem.path)[:10], source=str(folder.path)
         )
     return manifest
+
+
+def _read_identity(folder: StepFolder) -> tuple[Manifest, list[Problem]]:
+    manifest = read_manifest(folder)
+    return manifest, list(identity_problems(folder, manifest))
 
 
 def _candidates(given: Path) -> list[Path]:

@@ -1,12 +1,14 @@
-"""Whether the files of a checkpoint are those that were committed."""
+"""Whether a checkpoint is what its manifest says: its files, its step, and where it lies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.checked_json import parse_json
 from parallel_ckpt.formats.hashing import hash_file
-from parallel_ckpt.layout import StepFolder
+from parallel_ckpt.layout import MANIFEST, StepFolder, step_of
 from parallel_ckpt.store.manifest import FileRecord, Manifest
 from parallel_config import Problem
 
@@ -26,6 +28,37 @@ def file_problems(
             problem = "is a link out of the checkpoint."
         if problem is not None:
             yield Problem(str(path), problem)
+
+
+def identity_problems(folder: StepFolder, manifest: Manifest) -> Iterator[Problem]:
+    """One line per fact about the checkpoint that its folder or `training_step.json` contradicts.
+
+    Two step folders that were swapped are each whole, and each would be resumed as the other.
+    """
+    step = step_of(folder.path.name)
+    if step is not None and step != manifest.step:
+        yield Problem(
+            str(folder.path),
+            f"holds the checkpoint of step {manifest.step}: the folder was renamed or swapped.",
+        )
+    path = folder.training_step
+    if path.relative_to(folder.path).as_posix() not in {file.path for file in manifest.files}:
+        yield Problem(str(path), f"is needed, but {MANIFEST} does not list it.")
+        return
+    try:
+        facts = parse_json(path.read_bytes(), path)
+    except OSError:
+        return  # missing or unreadable: a problem of the file, which is named as one
+    except CheckpointError as error:
+        yield from error.problems
+        return
+    for name in ("step", "samples_seen", "sequence"):
+        # Version 1 did not write the sequence there.
+        if name in facts and facts[name] != getattr(manifest, name):
+            stated = getattr(manifest, name)
+            yield Problem(
+                f"{path}: {name}", f"= {facts[name]!r:.80}, but {MANIFEST} says {stated}."
+            )
 
 
 def portion(manifest: Manifest, rank: int, world_size: int) -> list[FileRecord]:

@@ -1,31 +1,60 @@
-"""Which checkpoints may go: a pure function over when they were committed."""
+"""Which checkpoints may go: pure functions over when each was committed, and after which one."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+
+class Commit(NamedTuple):
+    """Where a checkpoint stands in the history of its run."""
+
+    sequence: int
+    """Counts the commits of a run."""
+    parent: int | None
+    """`sequence` of the checkpoint that the run went on from; None where that is not known."""
+
+
+def line_of_descent(commits: Mapping[int, Commit], step: int) -> list[int]:
+    """The checkpoint of `step` and its ancestors, newest first.
+
+    Where a parent was deleted, or is not known (format_version 1), the line goes on with the
+    newest earlier commit of a lower step: rather one checkpoint too many than one too few.
+    """
+    line = [step]
+    while True:
+        sequence, parent = commits[line[-1]]
+        limit = sequence - 1 if parent is None else parent
+        earlier = [
+            other
+            for other, commit in commits.items()
+            if commit.sequence == parent or (commit.sequence <= limit and other < line[-1])
+        ]
+        if not earlier:
+            return line
+        line.append(max(earlier, key=lambda other: commits[other].sequence))
 
 
 def superseded(
-    sequences: Mapping[int, int],
+    commits: Mapping[int, Commit],
     *,
+    newest: int,
     keep_last: int | None,
     keep_every: int | None,
     protected: Collection[int] = (),
 ) -> list[int]:
-    """Steps to delete, in rising order; nothing goes while `keep_last` is None.
+    """Steps to delete, in rising order, those that `newest` does not descend from first.
 
-    `sequences` counts commits: it gives each step its manifest's `sequence`. The `keep_last` that
-    were committed last stay, whatever their steps: a run that was taken up again from an earlier
-    step would else lose what it has just saved to the checkpoints that it turned away from. So do
-    multiples of `keep_every` and `protected` steps (what `last` points at, what was just written).
+    Nothing goes while `keep_last` is None. The `keep_last` newest of the line of descent of
+    `newest` stay. What the run turned away from when it was taken up from an earlier step counts
+    for nothing, whatever its steps. Multiples of `keep_every` and
+    `protected` steps (what `last` points at) stay in any case.
     """
     if keep_last is None:
         return []
-    newest = sorted(sequences, key=lambda step: (sequences[step], step))[-keep_last:]
-    return [
-        step
-        for step in sorted(sequences)
-        if step not in newest
-        and step not in protected
-        and not (keep_every and step % keep_every == 0)
+    line = line_of_descent(commits, newest)
+    kept = {*line[:keep_last], *protected}
+    doomed = [
+        step for step in commits if step not in kept and not (keep_every and step % keep_every == 0)
     ]
+    return sorted(doomed, key=lambda step: (step in line, step))

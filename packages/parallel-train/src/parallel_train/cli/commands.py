@@ -46,6 +46,9 @@ class TrainCommand:
     start afresh. must: continue, or fail."""
     allow_batch_change: bool = False
     """On resume: accept a global batch that differs from the checkpoint's."""
+    allow_optimizer_change: bool = False
+    """On resume: accept an optimizer of another class than the checkpoint's; its state starts
+    anew."""
     launch: Annotated[LaunchOptions, arg(name="")] = field(default_factory=LaunchOptions)
 
 
@@ -64,6 +67,8 @@ class ResumeCommand:
     """Print the resulting config as JSON and stop."""
     allow_batch_change: bool = False
     """Accept a global batch that differs from the checkpoint's."""
+    allow_optimizer_change: bool = False
+    """Accept an optimizer of another class than the checkpoint's; its state starts anew."""
     launch: Annotated[LaunchOptions, arg(name="")] = field(default_factory=LaunchOptions)
 
 

@@ -59,6 +59,7 @@ def common_job(parsed: Parsed) -> Job:
         ),
         stats_given=argv_flags.is_given(parsed.argv, "dataset.stats"),
         allow_batch_change=command.allow_batch_change,
+        allow_optimizer_change=command.allow_optimizer_change,
         notes=parsed.notes,
     )
 

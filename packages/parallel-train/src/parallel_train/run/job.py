@@ -41,6 +41,8 @@ class Job:
     """Whether the source of statistics was given as a flag. A resumed run then takes new ones."""
     allow_batch_change: bool = False
     """Accept another global batch on resume."""
+    allow_optimizer_change: bool = False
+    """Accept another class of optimizer on resume, whose state then starts anew."""
     notes: tuple[str, ...] = ()
     """Lines to show at the start."""
     overridden: tuple[str, ...] = ()

@@ -64,22 +64,34 @@ def prepare(engine: Engine, task: Task, config: TrainConfig) -> Prepared:
     )
 
 
-def fill(prepared: Prepared, checkpoint: Path, changed: frozenset[str]) -> list[str]:
+def fill(
+    prepared: Prepared,
+    checkpoint: Path,
+    changed: frozenset[str],
+    *,
+    allow_optimizer_change: bool = False,
+) -> list[str]:
     """Collective: every rank. Phase 2 of a resume, in place; returns lines for the log.
 
     `changed` holds the paths of config fields that differ from the checkpoint's.
+
+    Raises:
+        ConfigError: the checkpoint does not fit what was built.
     """
-    restore(
+    restored = restore(
         checkpoint,
         prepared.model,
         prepared.optimizer,
         prepared.scheduler,
         # What the user changed must not be written over by the checkpoint's value.
         keep=kept_hyperparameters(changed),
+        allow_optimizer_change=allow_optimizer_change,
     )
     # The average is part of the optimizer's state: it can be taken up only once that is there.
     line = resume_average(prepared.model, prepared.optimizer, prepared.ema)
-    return [line] if line else []
+    if restored.starts_anew and prepared.ema is not None:
+        line = "ema: averages start with the next update, from the weights of the checkpoint"
+    return [*restored.notes, *([line] if line else [])]
 
 
 def _on_device(held_out: HeldOut | None, engine: Engine) -> HeldOut | None:

@@ -51,6 +51,8 @@ class DecidedJob:
     """How its files are yet to be checked: the newest of a folder was chosen by its checksums."""
     changed: frozenset[str] = frozenset()
     """Paths of fields that differ from the checkpoint's config."""
+    allow_optimizer_change: bool = False
+    """Whether an optimizer of another class than the checkpoint's starts its state anew."""
     left_out: tuple[str, ...] = ()
     """Keys of the checkpoint's config that only another version knows."""
     notes: tuple[str, ...] = ()
@@ -182,16 +184,26 @@ def _require_own_folder(job: Job, files: RunFiles) -> None:
         )
 
 
-def _require_same_optimizer(saved: TrainConfig, now: TrainConfig) -> None:
-    if saved.optimizer.type != now.optimizer.type:
-        raise ConfigError(
-            Problem(
-                "optimizer.type",
-                f"= {now.optimizer.type!r}, but the checkpoint holds the state of "
-                f"{saved.optimizer.type!r}, which the other cannot go on with.",
-                f"Use --optimizer.type {saved.optimizer.type}, or start a new run.",
-            )
+def _changes_unnamed_optimizer(
+    manifest: Manifest, saved: TrainConfig, now: TrainConfig, *, allowed: bool
+) -> bool:
+    """Whether the optimizer changes where the checkpoint cannot say so: `restore` refuses the rest.
+
+    Checkpoints of format_version 1 do not name the optimizer's class; their config does.
+    """
+    if manifest.names_optimizer or saved.optimizer.type == now.optimizer.type:
+        return False
+    if allowed:
+        return True
+    raise ConfigError(
+        Problem(
+            "optimizer.type",
+            f"= {now.optimizer.type!r}, but the checkpoint holds the state of "
+            f"{saved.optimizer.type!r}.",
+            f"Use --optimizer.type {saved.optimizer.type}, or --allow_optimizer_change, which "
+            "starts its state anew.",
         )
+    )
 
 
 def _is_new_in_file(job: Job, manifest: Manifest) -> bool:
@@ -217,7 +229,9 @@ def _decide(
         before = SavedRun.read(StepFolder(checkpoint), repeated_type=name)
     saved, manifest, loaded = before.loaded.config, before.manifest, before.loaded
     notes += [note for note in loaded.notes if note not in notes]  # of `resume` they are known
-    _require_same_optimizer(saved, job.config)
+    unnamed = _changes_unnamed_optimizer(
+        manifest, saved, job.config, allowed=job.allow_optimizer_change
+    )
     adapted = adapt(
         job.config,
         world_size=world_size,
@@ -235,6 +249,7 @@ def _decide(
         topology=adapted.topology,
         checkpoint=checkpoint,
         changed=changed_paths(saved, adapted.config),
+        allow_optimizer_change=job.allow_optimizer_change and (manifest.names_optimizer or unnamed),
         left_out=loaded.left_out,
         notes=tuple(lines),
     )
