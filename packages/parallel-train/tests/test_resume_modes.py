@@ -374,3 +374,50 @@ def load_on_main(folder):
 def test_one_rank_may_load_a_policy_by_itself(finished):
     first, second = run_ranks(load_on_main, 2, finished, timeout_s=100)
     assert first > second
+
+
+def resumed(path, *flags):
+    command = parse(["resume", str(path), *map(str, flags)]).command
+    return Job(
+        config=command.run,
+        resume="must",
+        checkpoint=path,
+        allow_optimizer_change=command.allow_optimizer_change,
+    )
+
+
+def test_another_optimizer_is_refused_unless_it_may_start_anew(run, monkeypatch, capsys):
+    monkeypatch.setenv("PARALLEL_DEVICE", "cpu")
+    other = ("--optimizer.type", "sgd", "--steps", "8")
+    words = (
+        r"is torch\.optim\.sgd\.SGD, but the checkpoint holds .*AdamW\. .*allow_optimizer_change"
+    )
+    with pytest.raises(ConfigError, match=words):
+        train(resumed(run, *other), StopRequest())
+    assert train(resumed(run, *other, "--allow_optimizer_change"), StopRequest()).step == 8
+    assert "adamw.AdamW -> torch.optim.sgd.SGD, whose state starts anew" in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_does_not_name_its_optimizer_is_judged_by_its_config(run):
+    for step in (run / "checkpoints").glob("0*"):
+        path = step / "manifest.json"
+        document = json.loads(path.read_text()) | {"format_version": 1}
+        for name in ("optimizer", "parent", "base_model", "manifest_checksum"):
+            del document[name]
+        for name in ("ring_degree", "ulysses_degree"):
+            del document["topology"][name]
+        path.write_text(signed_text(document))
+    with pytest.raises(ConfigError, match=r"optimizer\.type = 'sgd'.* holds the state of 'adamw'"):
+        decide_job(resumed(run, "--optimizer.type", "sgd"), world_size=1)
+    changed = resumed(run, "--optimizer.type", "sgd", "--allow_optimizer_change")
+    assert decide_job(changed, world_size=1).allow_optimizer_change
+    same = resumed(run, "--allow_optimizer_change")
+    assert not decide_job(same, world_size=1).allow_optimizer_change
+
+
+def test_the_checkpoint_that_a_run_goes_on_from_is_kept(run, monkeypatch, capsys):
+    monkeypatch.setenv("PARALLEL_DEVICE", "cpu")
+    at = run / "checkpoints/000002"
+    train(resumed(at, "--checkpoint.keep_last", 2, "--steps", 3), StopRequest())
+    assert RunFolder(run).committed_steps() == [2, 3]
+    assert "deleting 000004, 000006: the run does not go on from there" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from parallel_ckpt import CheckpointSaver, StepFolder, read_start
 from parallel_ckpt import Start as Opened
+from parallel_config import ConfigError
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import Engine, any_rank, connect, from_main, together
 from parallel_train.config import SCHEMA
@@ -130,12 +131,17 @@ def _make_ready(
     prepared = prepare(engine, task, config)
     notes = [*decided.notes, *(opened.notes if opened else ()), *task.notes]
     if decided.checkpoint is not None:
-        notes += fill(
-            prepared,
-            decided.checkpoint,
-            decided.changed,
-            allow_optimizer_change=decided.allow_optimizer_change,
-        )
+        try:
+            notes += fill(
+                prepared,
+                decided.checkpoint,
+                decided.changed,
+                allow_optimizer_change=decided.allow_optimizer_change,
+            )
+        except ConfigError:
+            # The same on every rank. A process that goes on must not keep the run locked.
+            saver.close(failed=True)
+            raise
     peak, why = samples_per_s_at_peak(
         config, task.dataset, engine.device, decided.topology.world_size
     )

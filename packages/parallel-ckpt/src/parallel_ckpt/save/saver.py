@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from parallel_ckpt.errors import CheckpointError
-from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.layout import (
     PRETRAINED_MODEL,
     RunFolder,
@@ -35,9 +34,15 @@ from parallel_ckpt.save.rank_files import (
     write_rank_files,
 )
 from parallel_ckpt.save.safetensors import write_safetensors
+from parallel_ckpt.save.same_on_ranks import (
+    Digests,
+    differing_buffers,
+    digests_of,
+    line_about_buffers,
+    require_same,
+)
 from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot, with_sequence
 from parallel_ckpt.state.optimizer import Stateful, inner_scheduler
-from parallel_ckpt.state.shards import signature
 from parallel_ckpt.store.commit import abandon, begin, commit, delete, read_last, reason
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import FileRecord, Manifest, OptimizerRecord, read_manifest
@@ -96,6 +101,8 @@ class CheckpointSaver:
         """Sequence of the checkpoint that the run goes on from; on the main rank alone."""
         self._sequence = 0
         """The highest one given so far; on the main rank alone."""
+        self._compares_buffers = self._ranks.world_size > 1
+        """Until a difference between ranks was said."""
         try:
             self._open()
         except BaseException:
@@ -208,22 +215,22 @@ class CheckpointSaver:
         """Ranks that hold different tensors would each write what another does not know of."""
         taken: list[Snapshot] = []
 
-        def take() -> str:
+        compare = self._compares_buffers
+
+        def take() -> Digests:
             files = checked_files(train_config, model_files)
             snapshot = take_snapshot(files=files, **given)
             taken.append(snapshot)
-            shapes = signature(snapshot.weights), signature(snapshot.optimizer)
-            return hash_bytes(repr((snapshot.step, shapes)).encode())
+            return digests_of(snapshot, with_buffers=compare)
 
         digests = self._ranks.together_all(take)
-        odd = [rank for rank, found in enumerate(digests) if found != digests[0]]
+        require_same(digests, taken[0], self._ranks)
+        odd = differing_buffers(digests, taken[0], self._ranks)
         if odd:
-            raise CheckpointError.of(
-                "checkpoint",
-                f"of step {given['step']}: ranks {odd} hold other tensors, or save another step, "
-                "than rank 0.",
-                "Build the same model and optimizer on every rank.",
-            )
+            # Said once. It is not an error: statistics of each rank's own batches are common.
+            self._compares_buffers = False
+            if self._ranks.is_main:
+                self._on_note(line_about_buffers(odd))
         return taken[0]
 
     def _write(self, snapshot: Snapshot, share: Share, ranks: Ranks) -> Path:

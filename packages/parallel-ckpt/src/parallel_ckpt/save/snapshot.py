@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from parallel_ckpt.layout import (
     belongs_to_weights,
 )
 from parallel_ckpt.state.model import named_tensors, shards_of
-from parallel_ckpt.state.optimizer import OptimizerState, Stateful, class_of, collect
+from parallel_ckpt.state.optimizer import EXECUTION, OptimizerState, Stateful, class_of, collect
 from parallel_ckpt.state.plain_json import dump_json, load_json
 from parallel_ckpt.state.rng import RngState
 from parallel_ckpt.state.savable import savable
@@ -42,6 +42,8 @@ class Snapshot:
     optimizer: Mapping[str, Shard]
     documents: Mapping[str, bytes]
     """Files that exist once, by path in the checkpoint; the same on every rank."""
+    values: Mapping[str, bytes]
+    """What the checkpoint holds once although each rank has one, by the name that errors use."""
     optimizer_class: str | None
     """What identifies the optimizer; None without one."""
     rng: bytes
@@ -80,6 +82,7 @@ def take_snapshot(
         "data.json": dump_json(data_state, "data_state"),
     }
     return Snapshot(
+        values=_values(seen, state.index, documents),
         step=at,
         samples_seen=seen,
         weights=savable(shards_of(tensors)),
@@ -88,6 +91,22 @@ def take_snapshot(
         optimizer_class=None if optimizer is None else class_of(optimizer),
         rng=safetensors_bytes(dict(RngState.capture().tensors)),
     )
+
+
+def _values(
+    samples_seen: int, index: Mapping[str, Any], documents: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    groups = [group["hyper"] for group in index["groups"]]
+    names = sorted({key for hyper in groups for key in hyper} - EXECUTION)
+    hyper = {
+        f"optimizer.{name}": dump_json([group.get(name) for group in groups], name)
+        for name in names
+    }
+    return hyper | {
+        "samples_seen": str(samples_seen).encode(),
+        "data_state": documents["data.json"],
+        "scheduler": documents["scheduler.json"],
+    }
 
 
 def with_sequence(documents: Mapping[str, bytes], sequence: int) -> dict[str, bytes]:

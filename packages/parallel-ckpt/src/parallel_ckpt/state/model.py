@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -69,7 +70,10 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 def shards_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
     """Box that this rank holds of each tensor, by the same names."""
-    return {name: shard_of(tensor, name) for name, tensor in tensors.items()}
+    return {
+        name: replace(shard_of(tensor, name), is_buffer=not isinstance(tensor, nn.Parameter))
+        for name, tensor in tensors.items()
+    }
 
 
 def model_shards(model: nn.Module) -> dict[str, Shard]:

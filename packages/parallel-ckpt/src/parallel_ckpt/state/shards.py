@@ -36,6 +36,8 @@ class Shard:
     """Where the box begins in the global tensor, one per dim."""
     holders: tuple[int, ...] = ()
     """Ranks that hold this very box; empty when every rank does."""
+    is_buffer: bool = False
+    """Whether it is a buffer: no collective of the training keeps those alike on its holders."""
 
     @property
     def box(self) -> Box:
@@ -135,7 +137,8 @@ def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dic
 
     Every rank comes to the same answer without a collective, because it uses only facts that are
     the same everywhere: names, global shapes and holders. With `spread` the bytes are divided
-    evenly among the holders, else the lowest holder writes.
+    evenly among the holders, else the lowest holder writes. Buffers are always the lowest
+    holder's.
     """
     # One row of loads per number of holders: ranks that hold the same boxes share a row, although
     # their holders differ, so their rows stay equal and so do their answers.
@@ -145,7 +148,9 @@ def owners(shards: Mapping[str, Shard], world_size: int, *, spread: bool) -> dic
         shard = shards[name]
         holders = shard.holders or tuple(range(world_size))
         load = loads.setdefault(len(holders), [0] * len(holders))
-        lightest = load.index(min(load)) if spread else 0
+        # Buffers may differ between their holders (statistics of each rank's own batches). Those
+        # of one checkpoint come from one rank: a mixture is a state that no rank had.
+        lightest = load.index(min(load)) if spread and not shard.is_buffer else 0
         load[lightest] += shard.global_bytes
         chosen[name] = None if shard.is_empty else holders[lightest]
         # A tensor without elements is empty on every rank, and must be written all the same.
