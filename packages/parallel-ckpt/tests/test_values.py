@@ -19,6 +19,8 @@ from parallel_ckpt import (
     restore,
     save_weights,
 )
+from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.limits import MAX_DEPTH, MAX_INT_BITS
 from parallel_ckpt.state.plain_json import dump_json, load_json
 from parallel_ckpt.state.rng import RngState
 from small_runs import saver_of, small, train
@@ -79,6 +81,44 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
     found = load_json(dump_json(value, "v"), "v")
     assert found == value
     assert type(found) is type(value)
+
+
+def nested(depth: int, wrap: Any) -> Any:
+    value: Any = 7
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+WRAPS = [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}]
+
+
+@pytest.mark.parametrize("wrap", WRAPS, ids=["list", "tuple", "dict", "odd keys"])
+def test_what_a_document_takes_its_reader_takes_and_one_level_more_is_refused(wrap: Any) -> None:
+    deepest = nested(MAX_DEPTH, wrap)
+    assert load_json(dump_json(deepest, "data_state"), "data_state") == deepest
+    with pytest.raises(CheckpointError, match=f"lies in more than {MAX_DEPTH} lists"):
+        dump_json(wrap(deepest), "data_state")
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(CheckpointError, match="lies in more than"):
+        dump_json(value, "data_state")
+
+
+@pytest.mark.parametrize("value", [{"a": "x\ud800"}, {"\ud800": 1}, {1: ["\udfff"]}])
+def test_half_a_character_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"data_state.* half of a character"):
+        dump_json(value, "data_state")
+
+
+def test_integers_come_back_up_to_the_limit() -> None:
+    largest = 2**MAX_INT_BITS - 1
+    assert load_json(dump_json(-largest, "n"), "n") == -largest
+    with pytest.raises(CheckpointError, match="n is an integer of 10001 bits, but 10000 are kept"):
+        dump_json(largest + 1, "n")
 
 
 def test_random_streams_go_on_where_they_were() -> None:

@@ -27,7 +27,10 @@ MAX_HEADER_BYTES = 32_000_000
 MAX_INDEX_BYTES = 256_000_000
 """Of the index of several safetensors files."""
 MAX_DEPTH = 100
-"""Lists, tuples and dicts inside one another in a JSON document; the parsers are recursive."""
+"""Lists, tuples and dicts inside one another in a JSON document; its readers are recursive, and
+Python stops them at about 1000 calls, of which one such value takes three."""
+MAX_INT_BITS = 10_000
+"""Of an integer in a JSON document; Python reads up to 4300 digits, about 14,000 bits."""
 METADATA = "__metadata__"
 """Safetensors headers use this name for something else, so no tensor can have it."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
+from parallel_ckpt.formats.limits import MAX_DEPTH, MAX_INT_BITS, shown
 
 _TAGS = ("$tuple", "$items", "$counter", "$float", "$scalar")
 
@@ -40,20 +41,26 @@ def load_json(text: bytes, where: str) -> Any:
         raise DamagedCheckpoint.of(where, f"was not written by parallel-ckpt: {error}.") from error
 
 
-def encode(value: object, where: str) -> Any:
-    """`value` in terms of JSON; see `dump_json`."""
-    if value is None or isinstance(value, bool | str):
+def encode(value: object, where: str, depth: int = 0) -> Any:
+    """`value` in terms of JSON; see `dump_json`. `depth` counts the values around it."""
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return _encode_text(value, where)
     if isinstance(value, int | float):
-        return _encode_number(value)
+        return _encode_number(value, where)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and value.ndim == 0:
         return {"$scalar": [str(value.dtype).removeprefix("torch."), encode(value.item(), where)]}
+    if depth == MAX_DEPTH:  # a list that holds itself ends here too
+        raise CheckpointError.of(
+            f"{where[:80]}...", f"lies in more than {MAX_DEPTH} lists, tuples and dicts."
+        )
     if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return _encode_items(value, where, depth)
     if isinstance(value, tuple):
-        return {"$tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        return {"$tuple": _encode_items(value, where, depth)}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, where)
+        return _encode_mapping(value, where, depth)
     raise CheckpointError.of(
         where,
         f"is a {type(value).__name__}, but only plain values are kept: nothing that is unpickled "
@@ -73,17 +80,39 @@ def decode(value: Any) -> Any:
     return {key: decode(item) for key, item in value.items()}
 
 
-def _encode_number(value: float) -> Any:
-    if isinstance(value, int):
-        return int(value)
-    return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+def _encode_text(value: str, where: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError.of(
+            where, f"= {shown(value)} has half of a character (a surrogate, at {error.start})."
+        ) from error
+    return value
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
+def _encode_number(value: int | float, where: str) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    # Python itself refuses to read longer numbers back from text.
+    if value.bit_length() > MAX_INT_BITS:
+        raise CheckpointError.of(where, f"is {shown(int(value))}, but {MAX_INT_BITS} are kept.")
+    return int(value)
+
+
+def _encode_items(values: Sequence[object], where: str, depth: int) -> list[Any]:
+    return [encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(values)]
+
+
+def _encode_mapping(value: Mapping[Any, Any], where: str, depth: int) -> Any:
     plain_keys = all(isinstance(key, str) and not key.startswith("$") for key in value)
     if plain_keys and not isinstance(value, Counter):
-        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
-    items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        for key in value:
+            _encode_text(key, f"a key of {where}")
+        return {key: encode(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    items = [
+        [encode(key, f"a key of {where}", depth + 1), encode(item, f"{where}[{key!r}]", depth + 1)]
+        for key, item in value.items()
+    ]
     return {"$counter" if isinstance(value, Counter) else "$items": items}
 
 
