@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from itertools import islice
 
 import numpy as np
@@ -91,6 +92,23 @@ def test_a_dataset_smaller_than_the_global_batch_is_allowed_with_a_warning() -> 
     with pytest.warns(UserWarning, match=r"global batch of 8 .*2 ranks.* larger than .* of 3"):
         sampler = GlobalBatchSampler(3, 4, dp_world_size=2)
     assert [len(batch) for batch in islice(iter(sampler), 3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(61, 100_000_000), (61, 4097), (5000, 5001)])
+def test_a_micro_batch_beyond_the_dataset_is_refused_without_a_warning(samples, batch) -> None:
+    with pytest.raises(ConfigError) as error:
+        GlobalBatchSampler(samples, batch, accumulation=2, dp_world_size=2)
+    assert str(error.value) == (
+        f"batch_size = {batch} samples in one micro-batch of one rank, but the dataset has "
+        f"{samples} to train on. Use --batch_size {samples} or less."
+    )
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(3, 4096), (5000, 5000)])
+def test_a_micro_batch_of_a_trial_or_of_the_whole_dataset_is_allowed(samples, batch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert len(next(iter(GlobalBatchSampler(samples, batch)))) == batch
 
 
 def test_a_dataset_without_samples_is_refused() -> None:

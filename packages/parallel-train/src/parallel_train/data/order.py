@@ -21,6 +21,9 @@ from parallel_config import ConfigError, Problem
 Indices = npt.NDArray[np.int64]
 # 2**64 / golden ratio, the increment of splitmix64.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# A trial on a handful of frames may repeat them within a micro-batch, as far as this. Beyond it the
+# number is a slip of the hand, and the micro-batch would be built until the memory ends.
+_MOST_REPEATING = 4096
 
 
 def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> Indices:
@@ -51,7 +54,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         start_samples: Position in the stream, counted in samples of all ranks.
 
     Raises:
-        ConfigError: the dataset has no samples.
+        ConfigError: the dataset does not have any samples, or one micro-batch is larger than it
+            and than 4096 samples.
     """
 
     is_parallel_sampler = True
@@ -71,6 +75,15 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ConfigError(
                 Problem(
                     "dataset.root", "does not have any samples to train on.", "Use another dataset."
+                )
+            )
+        if batch_size > max(num_samples, _MOST_REPEATING):
+            raise ConfigError(
+                Problem(
+                    "batch_size",
+                    f"= {batch_size} samples in one micro-batch of one rank, but the dataset has "
+                    f"{num_samples} to train on.",
+                    f"Use --batch_size {num_samples} or less.",
                 )
             )
         self.num_samples, self.batch_size, self.accumulation = num_samples, batch_size, accumulation

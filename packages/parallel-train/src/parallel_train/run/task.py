@@ -96,6 +96,16 @@ def build_task(
     if is_new:
         report(getattr(config.policy, "new_run_problems", tuple)())
     dataset, held_out = build_datasets(config, metadata)
+    # Before the model, whose building takes long: it refuses a batch that cannot be.
+    sampler = GlobalBatchSampler(
+        num_samples=len(dataset),
+        batch_size=config.batch_size,
+        accumulation=config.accelerator.gradient_accumulation.steps,
+        dp_rank=topology.dp_rank(rank),
+        dp_world_size=topology.dp_world_size,
+        seed=config.seed,
+        start_samples=samples_seen,
+    )
     preprocessor = Preprocessor.from_stats(
         dataset.stats, config.policy.normalization(), config.dataset.rename
     )
@@ -113,15 +123,6 @@ def build_task(
             part.check_range(name, low, high)
     if is_new and not config.meta_init:
         load_pretrained(model)
-    sampler = GlobalBatchSampler(
-        num_samples=len(dataset),
-        batch_size=config.batch_size,
-        accumulation=config.accelerator.gradient_accumulation.steps,
-        dp_rank=topology.dp_rank(rank),
-        dp_world_size=topology.dp_world_size,
-        seed=config.seed,
-        start_samples=samples_seen,
-    )
     load = partial(
         build_loader,
         num_workers=config.dataset.num_workers,
