@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_config import ConfigError
 from parallel_engine import initialize, parameters_on_meta
@@ -162,3 +163,25 @@ def test_a_policy_whose_even_width_is_not_a_multiple_of_four_sees() -> None:
     model: Any = build_policy(dataclasses.replace(changed, dim_model=30), SPEC)
     batch = {"observation.state": torch.zeros(1, 4), TOP: torch.zeros(1, 3, 64, 64)}
     assert model.predict_action_chunk(batch).shape == (1, 4, 2)
+
+
+class _HostTensors(TorchDispatchMode):
+    """Collects the operators that make a tensor on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            self.found.append(str(func))
+        return result
+
+
+def test_a_forward_makes_its_positions_on_the_device_of_the_picture():
+    """The meta device stands for a GPU: a copy from the host would show as a tensor of the CPU."""
+    tokens = ImageTokens("resnet18", None, 16, 2).to("meta")
+    with _HostTensors() as seen:
+        tokens(torch.empty(1, 3, 64, 64, device="meta"), 0)
+    assert seen.found == []

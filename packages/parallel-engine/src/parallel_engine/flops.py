@@ -14,17 +14,29 @@ from torch.utils.flop_counter import FlopCounterMode
 
 Precision = Literal["fp32", "tf32", "half"]
 
-# Dense peaks in TFLOP/s from NVIDIA's data sheets, as (fp32, tf32, fp16 or bf16).
+# Dense peaks in TFLOP/s from NVIDIA's data sheets and white papers, as (fp32, tf32, fp16 or bf16
+# with fp32 sums). The first entry whose words all stand in a device's name holds, so "H100 NVL"
+# comes before "H100".
 _PEAKS: dict[str, tuple[float, float, float]] = {
     "B200": (80, 1125, 2250),
+    "GH200": (67, 494.5, 989),
+    "H200 NVL": (60, 417.5, 835.5),
     "H200": (67, 494.5, 989),
+    "H100 NVL": (60, 417.5, 835.5),
     "H100 PCIe": (51, 378, 756),
     "H100": (67, 494.5, 989),
     "A100": (19.5, 156, 312),
+    "A40": (37.4, 74.8, 149.7),
     "L40S": (91.6, 183, 362),
     "A10G": (31.5, 35, 70),
+    "A10": (31.2, 62.5, 125),
     "L4": (30.3, 60, 121),
+    "RTX 6000 Ada": (91.1, 182.1, 364.2),
+    "RTX 5090": (104.8, 104.8, 209.5),
+    "RTX 4090": (82.6, 82.6, 165.2),
 }
+# Parts of a chip, or a smaller chip under the same name: their peaks are not the ones above.
+_LESSER = frozenset({"MIG", "Laptop", "D", "Max"})
 _COLUMNS: dict[Precision, int] = {"fp32": 0, "tf32": 1, "half": 2}
 
 
@@ -34,6 +46,8 @@ def peak_flops(device_name: str, precision: Precision) -> float | None:
     `device_name` is what `torch.cuda.get_device_name` says.
     """
     words = device_name.replace("-", " ").split()
+    if not _LESSER.isdisjoint(words):
+        return None
     for name, peaks in _PEAKS.items():
         if all(word in words for word in name.split()):
             return peaks[_COLUMNS[precision]] * 1e12

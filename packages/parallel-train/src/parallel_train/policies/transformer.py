@@ -64,10 +64,10 @@ class FeedForward(nn.Sequential):
         )
 
 
-def sinusoids(length: int, dim: int) -> Tensor:
+def sinusoids(length: int, dim: int, device: torch.device | None = None) -> Tensor:
     """Sine and cosine position codes of shape [length, dim] (Vaswani et al. 2017)."""
-    position_T1 = torch.arange(length, dtype=torch.float32)[:, None]
-    frequency_F = torch.exp(torch.arange(0, dim, 2) * (-math.log(10000.0) / dim))
+    position_T1 = torch.arange(length, dtype=torch.float32, device=device)[:, None]
+    frequency_F = torch.exp(torch.arange(0, dim, 2, device=device) * (-math.log(10000.0) / dim))
     angle_TF = position_T1 * frequency_F
     # Sine and cosine take turns: [T, F, 2] -> [T, dim].
     return torch.stack([angle_TF.sin(), angle_TF.cos()], dim=-1).flatten(1)

@@ -84,8 +84,9 @@ class ImageTokens(nn.Module):
         # [B, 3, height, width] -> [B, C, H, W] -> [B, D, H, W]
         map_BDHW = self.to_token(self.features(image_B3HW))
         dim, height, width = map_BDHW.shape[1:]
-        # [H * W, D], computed at each call: the size of the picture is known only here.
-        place_SD = place_codes(height, width, dim).to(map_BDHW)
+        # [H * W, D], computed at each call, since the size of the picture is known only here; and
+        # on its device, since a copy from the host would make the host wait for the device.
+        place_SD = place_codes(height, width, dim, map_BDHW.device).to(map_BDHW)
         # [B, D, H * W] -> [B, H * W, D]
         return map_BDHW.flatten(2).transpose(1, 2), place_SD + self.camera[camera]
 
@@ -108,13 +109,13 @@ def require_cameras(spec: DataSpec, names: Sequence[str]) -> None:
         )
 
 
-def place_codes(height: int, width: int, dim: int) -> Tensor:
+def place_codes(height: int, width: int, dim: int, device: torch.device | None = None) -> Tensor:
     """Sinusoids of row (first half) and column (second half): [height * width, dim]."""
     half = dim // 2
     # Sine and cosine come in pairs: of an odd half the last cosine falls away.
-    rows_HD = sinusoids(height, half + half % 2)[:, :half]
+    rows_HD = sinusoids(height, half + half % 2, device)[:, :half]
     rest = dim - half
-    columns_WD = sinusoids(width, rest + rest % 2)[:, :rest]
+    columns_WD = sinusoids(width, rest + rest % 2, device)[:, :rest]
     # [H, half] -> [H, W, half]: the same in every column; below, the same in every row
     rows_HWD = rows_HD[:, None].expand(-1, width, -1)
     columns_HWD = columns_WD[None].expand(height, -1, -1)
