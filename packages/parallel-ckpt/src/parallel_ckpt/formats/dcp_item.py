@@ -217,7 +217,7 @@ def _require_little_endian(item: _Item, records: Mapping[str, _Record]) -> None:
         raise MalformedItem("was written on a big-endian machine")
 
 
-_STORAGES: Mapping[str, str] = {
+STORAGES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -231,13 +231,14 @@ _STORAGES: Mapping[str, str] = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+"""Dtypes as torch names them, by the class of storage that its items name."""
 _CALLS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 
 
 def _is_allowed(module: str, name: str) -> bool:
     return (
         (module == "torch._utils" and name in _CALLS)
-        or (module == "torch" and (name in _STORAGES or name in TORCH_ITEM_BYTES))
+        or (module == "torch" and (name in STORAGES or name in TORCH_ITEM_BYTES))
         or (module, name) == ("torch.storage", "UntypedStorage")
         or (module, name) == ("collections", "OrderedDict")
     )
@@ -260,7 +261,7 @@ def _describe(value: Any) -> _Description:
     if len(storage.id) != 5 or not isinstance(storage.id[2], str):
         raise MalformedItem("describes a tensor with an unknown kind of storage")
     kind = storage.id[1] if value.kind.name == "_rebuild_tensor_v2" else value.args[6]
-    dtype = _STORAGES.get(kind.name, kind.name) if isinstance(kind, Global) else ""
+    dtype = STORAGES.get(kind.name, kind.name) if isinstance(kind, Global) else ""
     if not (_are_counts((first,)) and _are_counts(shape) and _are_counts(strides)):
         raise MalformedItem("describes a tensor of impossible shape")
     return _Description(storage.id[2], dtype, first, shape, strides)

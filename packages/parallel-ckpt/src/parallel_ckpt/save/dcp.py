@@ -1,60 +1,73 @@
 """Shards to a folder in the format of `torch.distributed.checkpoint`, hashed as they are written.
 
-The parts of `dcp.save` are used one by one: who writes what is known on every rank beforehand, so
-one gather of results replaces its rounds of planning, and an error of one rank stays an ordinary
-exception that our own agreement spreads.
+`dcp.save` is not used: it plans in rounds over all ranks what every rank knows beforehand, and for
+each tensor it takes most of a millisecond to write an archive that a template gives at once. Its
+readers read what is written here.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import pickle
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, NamedTuple, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.dcp_template import template_of
 from parallel_ckpt.formats.hashing import HashingWriter
 from parallel_ckpt.formats.limits import MAX_CHUNKS, MAX_METADATA_BYTES
 from parallel_ckpt.layout import DCP_METADATA
+from parallel_ckpt.save.safetensors import as_bytes
 from parallel_ckpt.state.shards import Shard
+from parallel_ckpt.state.torch_dtypes import torch_dtype, torch_name
 from parallel_ckpt.store.manifest import FileRecord
 
 BUFFER_BYTES = 1 << 18
-"""Gathers the many small writes of torch's archives."""
+"""Gathers the many small writes around the elements of small tensors."""
+BLOCK_BYTES = 1 << 20
+"""Written and summed at a time, so that the second of the two finds the bytes in the cache."""
 THREADS = 2
-"""Of writing per rank; measured: two give about three times what one gives."""
+"""Of writing per rank, each with a file of its own."""
+THREADED_BYTES = 16 << 20
+"""Below this a second file costs more than a second thread saves."""
+VERSION = "1.0.0"
+"""Of the format, as torch's readers know it."""
+
+
+class Written(NamedTuple):
+    """A box of a tensor that lies in a file. Plain values: all of them go to the main rank."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)
 class Part:
     """What one rank has written of a DCP folder."""
 
-    plan: SavePlan
-    results: Sequence[WriteResult]
+    boxes: Sequence[Written]
     files: Mapping[str, tuple[int, str]]
     """Size and checksum by name."""
 
@@ -65,28 +78,23 @@ def write_part(folder: Path, shards: Mapping[str, Shard], rank: int) -> Part:
     The `.metadata` that makes the folder readable is written by `finish` on one rank.
 
     Raises:
-        CheckpointError: a writing thread failed.
-        OSError: the file system did.
+        OSError: the file system did not take a file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plan = SavePlan([_item(name, shard) for name, shard in sorted(shards.items())])
-    if not plan.items:
-        return Part(plan, (), {})
-    writer, files = _writer(folder, min(THREADS, len(plan.items)))
-    writer.set_up_storage_writer(is_coordinator=False)
-    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    try:
-        with _quiet_writing_threads():
-            results = writer.write_data(plan, _Planner(shards)).wait()
-    except Exception as error:
-        # A full disk surfaces from torch's zip writer as an assertion of its own.
-        raise files.error or error from error
-    if len(results) != len(plan.items):
-        # torch drops exceptions of its writing threads; only the count tells.
-        raise files.error or CheckpointError.of(
-            folder, f"took {len(results)} of {len(plan.items)} tensors of rank {rank}."
-        )
-    return Part(SavePlan(plan.items), results, files.records)
+    shares = _shares(shards)
+    names = [f"__{rank}_{i}.distcp" for i in range(len(shares))]
+
+    def write(name: str, share: Sequence[str]) -> tuple[list[Written], tuple[int, str]]:
+        with torch.no_grad(), HashingWriter(folder / name) as file:
+            return _write_boxes(file, name, {key: shards[key] for key in share})
+
+    if len(shares) > 1:
+        with ThreadPoolExecutor(len(shares), thread_name_prefix="writing") as pool:
+            written = list(pool.map(write, names, shares))
+    else:
+        written = list(map(write, names, shares))
+    boxes = [box for of_file, _ in written for box in of_file]
+    return Part(boxes, {name: record for name, (_, record) in zip(names, written, strict=True)})
 
 
 def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
@@ -95,29 +103,22 @@ def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
     Raises:
         CheckpointError: there is more of it than a reader would take.
     """
-    num_chunks = sum(len(part.plan.items) for part in parts)
+    num_chunks = sum(len(part.boxes) for part in parts)
     if num_chunks > MAX_CHUNKS:
         raise CheckpointError.of(
             folder,
             f"would hold {num_chunks:,} pieces of tensors, but up to {MAX_CHUNKS:,} are read.",
             "Shard over fewer ranks: raise dp_replicate.",
         )
-    plans, metadata = create_default_global_save_plan([part.plan for part in parts])
-    hints = {item.index: item.index for plan in plans for item in plan.items}
-    results = [_with_hints(part.results, hints) for part in parts]
-    # torch's own offline tools ask for the path of each key in a nested state dict.
-    metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
-    writer, files = _writer(folder)
-    writer.set_up_storage_writer(is_coordinator=True)
-    writer.finish(metadata, results)
-    size_bytes = files.records[DCP_METADATA][0]
-    if size_bytes > MAX_METADATA_BYTES:
+    with HashingWriter(folder / DCP_METADATA) as file:
+        pickle.dump(_metadata([box for part in parts for box in part.boxes]), file)
+    if file.size_bytes > MAX_METADATA_BYTES:
         raise CheckpointError.of(
             folder / DCP_METADATA,
-            f"has {size_bytes:,} bytes, but up to {MAX_METADATA_BYTES:,} are read.",
+            f"has {file.size_bytes:,} bytes, but up to {MAX_METADATA_BYTES:,} are read.",
             "Shard over fewer ranks: raise dp_replicate.",
         )
-    return files.records
+    return {DCP_METADATA: (file.size_bytes, file.checksum)}
 
 
 def file_records(prefix: str, files: Mapping[str, tuple[int, str]]) -> list[FileRecord]:
@@ -128,106 +129,125 @@ def file_records(prefix: str, files: Mapping[str, tuple[int, str]]) -> list[File
     ]
 
 
-class _Writer(FileSystemWriter):
-    """torch's writer, less the absolute path of this machine that it would leave in `.metadata`."""
+def _shares(shards: Mapping[str, Shard]) -> list[list[str]]:
+    """The names of the boxes that each file takes, in order; none without boxes."""
+    names = sorted(shards)
+    num_bytes = {name: shards[name].local.nbytes for name in names}
+    if sum(num_bytes.values()) < THREADED_BYTES or len(names) < THREADS:
+        return [names] if names else []
+    shares: list[list[str]] = [[] for _ in range(THREADS)]
+    loads = [0] * THREADS
+    for name in sorted(names, key=num_bytes.__getitem__, reverse=True):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(name)
+        loads[lightest] += num_bytes[name]
+    return [sorted(share) for share in shares if share]
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
+
+def _write_boxes(
+    file: HashingWriter, name: str, shards: Mapping[str, Shard]
+) -> tuple[list[Written], tuple[int, str]]:
+    out = _Gathering(file)
+    boxes = []
+    for key, shard in shards.items():
+        begin = out.size_bytes
+        _write_item(out, shard.local)
+        boxes.append(
+            Written(
+                key,
+                torch_name(shard.local.dtype),
+                tuple(shard.shape),
+                tuple(shard.offsets),
+                tuple(shard.local.shape),
+                name,
+                begin,
+                out.size_bytes - begin,
+            )
+        )
+    out.flush()
+    return boxes, (file.size_bytes, file.checksum)
 
 
-class _HashingFiles(FileSystem):
-    """torch's file system with a record of every file written through it."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, tuple[int, str]] = {}
-        self.error: OSError | None = None
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as stream:
-                yield stream
-            return
-        with self._noting_errors(), HashingWriter(path) as file:
-            try:
-                stream = io.BufferedWriter(file, BUFFER_BYTES)
-                yield stream
-                if not stream.closed:
-                    stream.flush()
-            finally:
-                self.error = self.error or file.error
-            self.records[Path(path).name] = (file.size_bytes, file.checksum)
-
-    @contextmanager
-    def _noting_errors(self) -> Iterator[None]:
+def _write_item(out: _Gathering, tensor: torch.Tensor) -> None:
+    """Write what `torch.save` writes for the tensor alone, without its storage around it."""
+    template = template_of(torch_name(tensor.dtype), tuple(tensor.shape))
+    if template is None:
         try:
-            yield
-        except OSError as error:
-            self.error = error
-            raise
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
-
-
-@contextmanager
-def _quiet_writing_threads() -> Iterator[None]:
-    """Keep the traceback of torch's writing threads from the console: we raise their error."""
-    former = threading.excepthook
-
-    def hook(args: threading.ExceptHookArgs) -> None:
-        if args.thread is None or not _is_writing(args.thread):
-            former(args)
-
-    threading.excepthook = hook
-    try:
-        yield
-    finally:
-        # An error in this thread does not make torch wait for the others.
-        for thread in filter(_is_writing, threading.enumerate()):
-            thread.join()
-        threading.excepthook = former
+            torch.save(tensor.cpu().contiguous().clone(), cast(IO[bytes], out))
+        except RuntimeError as error:
+            # A full disk surfaces from torch's zip writer as an assertion of its own.
+            raise out.error or error from error
+        return
+    out.write(template.head)
+    crc32 = 0
+    if template.num_bytes:
+        elements = as_bytes(tensor).numpy().data
+        for begin in range(0, len(elements), BLOCK_BYTES):
+            block = elements[begin : begin + BLOCK_BYTES]
+            crc32 = zlib.crc32(block, crc32)
+            out.write(block)
+    out.write(template.tail(crc32))
 
 
-def _is_writing(thread: threading.Thread) -> bool:
-    return "_write_files_from_queue" in thread.name
+class _Gathering:
+    """A file to write to in order, which takes small pieces together."""
+
+    def __init__(self, file: HashingWriter) -> None:
+        self.size_bytes = 0
+        """Written so far, gathered or not."""
+        self._file = file
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    @property
+    def error(self) -> OSError | None:
+        """Why a write failed."""
+        return self._file.error
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data` and return its length."""
+        num_bytes = len(data)
+        if self._num_bytes + num_bytes > BUFFER_BYTES:
+            self.flush()
+        if num_bytes > BUFFER_BYTES:
+            self._file.write(data)
+        else:
+            # A copy: what a view shows may change once the caller goes on.
+            self._pieces.append(bytes(data))
+            self._num_bytes += num_bytes
+        self.size_bytes += num_bytes
+        return num_bytes
+
+    def flush(self) -> None:
+        """Hand all that is gathered to the file."""
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        if pieces:
+            self._file.write(b"".join(pieces))
 
 
-class _Planner(DefaultSavePlanner):
-    """Hands the writer the local memory of each planned box."""
-
-    def __init__(self, shards: Mapping[str, Shard]) -> None:
-        super().__init__()
-        self._shards = shards
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._shards[write_item.index.fqn].local.contiguous()
-
-
-def _writer(folder: Path, threads: int = 1) -> tuple[FileSystemWriter, _HashingFiles]:
-    writer = _Writer(folder, sync_files=False, thread_count=threads)
-    files = _HashingFiles()
-    writer.fs = files
-    return writer, files
-
-
-def _item(name: str, shard: Shard) -> WriteItem:
-    offsets, sizes = torch.Size(shard.box.offsets), torch.Size(shard.box.sizes)
-    properties = TensorProperties(dtype=shard.local.dtype)
-    return WriteItem(
-        index=MetadataIndex(name, offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-            properties=properties,
-            size=torch.Size(shard.shape),
-        ),
+def _metadata(boxes: Sequence[Written]) -> Metadata:
+    """What torch's readers want to know of the folder."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    # One object for all tensors of a dtype or a shape: it is pickled once, and named after that.
+    properties = cache(lambda dtype: TensorProperties(dtype=torch_dtype(dtype)))
+    size = cache(torch.Size)
+    for box in boxes:
+        tensor = tensors.get(box.name)
+        if tensor is None:
+            tensor = TensorStorageMetadata(properties(box.dtype), size(box.shape), [])
+            tensors[box.name] = tensor
+        offsets = size(box.offsets)
+        # The index is a hint: without it torch looks through all chunks of the tensor.
+        index = MetadataIndex(box.name, offsets, len(tensor.chunks))
+        tensor.chunks.append(ChunkStorageMetadata(offsets, size(box.sizes)))
+        stored[index] = _StorageInfo(box.file, box.begin, box.num_bytes)
+    return Metadata(
+        state_dict_metadata={**tensors},
+        # torch's own offline tools ask for the path of each key in a nested state dict.
+        planner_data={name: (name,) for name in tensors},
+        storage_data=stored,
+        # Without the absolute path of this machine, which torch's writer would leave there.
+        storage_meta=StorageMeta(save_id=str(uuid.uuid4())),
+        version=VERSION,
     )
-
-
-def _with_hints(results: Sequence[WriteResult], hints: Mapping[Any, Any]) -> list[WriteResult]:
-    return [
-        WriteResult(hints[result.index], result.size_in_bytes, result.storage_data)
-        for result in results
-    ]

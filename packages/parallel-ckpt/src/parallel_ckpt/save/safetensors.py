@@ -140,7 +140,8 @@ def _write_tensor(file: HashingWriter, tensor: torch.Tensor) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's contiguous bytes in host memory, as a flat uint8 tensor."""
-    return flat_bytes(tensor.detach().cpu().contiguous())
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return flat_bytes(plain.cpu().contiguous())
 
 
 def _pieces(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -45,3 +46,9 @@ def torch_dtype(name: str) -> torch.dtype:
             "Use the torch that wrote the checkpoint, or a newer one.",
         )
     return dtype
+
+
+@cache
+def torch_name(dtype: torch.dtype) -> str:
+    """How torch calls a dtype, without the name of the package: `float32`."""
+    return str(dtype).removeprefix("torch.")
