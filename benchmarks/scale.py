@@ -1,7 +1,6 @@
-"""Measure how saving and loading grow with the number of tensors, chunks and ranks.
+"""Measure how saving and loading grow with the number of tensors.
 
-    python benchmarks/scale.py [--tensors 2500 10000 50000] [--chunks 1000000] [--ranks 10000]
-                               [--rounds 3] [--folder DIR]
+    python benchmarks/scale.py [--tensors 2500 10000 50000] [--rounds 3] [--folder DIR]
 
 All tensors are small, so that what is measured is the cost of a tensor and not of its bytes. A
 quarter of them are weights and the others are AdamW's state. Everything runs in one process.
@@ -9,9 +8,6 @@ quarter of them are weights and the others are AdamW's state. Everything runs in
 The program prints processor time, because the cost of many tensors is work and not waiting. `per
 tensor` should stay the same from one line of a kind to the next. The ratio is over torch's own way
 at the same number of tensors: `dcp.save` for a save, `dcp.load` for a restore.
-
-The second table reads the metadata of one DCP folder with many chunks. `pickle.load` is how torch
-reads it. The third table plans a save of many ranks without starting them.
 """
 
 from __future__ import annotations
