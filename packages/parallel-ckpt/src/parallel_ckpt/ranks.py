@@ -20,6 +20,7 @@ from parallel_ckpt.errors import CheckpointError
 from parallel_config import ReportedError, agreed
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 MAIN = 0
@@ -39,6 +40,8 @@ class Ranks:
     world_size: int = 1
     group: dist.ProcessGroup | None = None
     """A gloo group of our own: the collectives of the training can never be taken for ours."""
+    deadline_s: float = DEADLINE_S
+    """How long this rank waits for another one in a collective or a transfer."""
 
     @classmethod
     def join(cls, deadline_s: float = DEADLINE_S, call: str = "parallel_ckpt") -> Ranks:
@@ -60,7 +63,7 @@ class Ranks:
             raise _not_all_here(call, error, time.monotonic() - begin) from error
         assert isinstance(group, dist.ProcessGroup)  # every rank is a member
         _set_timeout(group, datetime.timedelta(seconds=deadline_s))
-        return cls(dist.get_rank(), dist.get_world_size(), group)
+        return cls(dist.get_rank(), dist.get_world_size(), group, deadline_s)
 
     def enter(self, call: str) -> None:
         """Collective: every rank. Meet before the work of a public call begins.
@@ -125,6 +128,24 @@ class Ranks:
         dist.broadcast_object_list(box, src=MAIN, group=self.group)
         result: T = box[0]
         return result
+
+    def send(self, data: torch.Tensor) -> None:
+        """Send a contiguous host tensor to the main rank, which calls `receive`."""
+        import torch.distributed as dist
+
+        self._wait(dist.isend(data, dst=MAIN, group=self.group))
+
+    def receive(self, data: torch.Tensor, source: int) -> None:
+        """Main rank: fill a contiguous host tensor with what rank `source` sends."""
+        import torch.distributed as dist
+
+        self._wait(dist.irecv(data, src=source, group=self.group))
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None  # None only stands for a rank that is outside of the group
+        # gloo gives a transfer the limit that the group was made with, which is that of forming
+        # it. A later `_set_timeout` changes collectives alone, so each wait names its own.
+        work.wait(datetime.timedelta(seconds=self.deadline_s))
 
     def agree(self, error: Exception | None) -> None:
         """Collective: every rank. Raise the first rank's error on all ranks, or return on all.

@@ -6,18 +6,18 @@ time in that order; a tensor that is cut along a dim other than 0 is put togethe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.hashing import HashingWriter, hashed_file
 from parallel_ckpt.formats.safetensors import Form, header_bytes, index_bytes, pack
 from parallel_ckpt.layout import SAFETENSORS_INDEX
-from parallel_ckpt.ranks import MAIN, Ranks, all_ranks
+from parallel_ckpt.ranks import Ranks, all_ranks
 from parallel_ckpt.state.model import model_shards
 from parallel_ckpt.state.savable import savable
 from parallel_ckpt.state.shards import Shard, flat_bytes, owned
@@ -64,10 +64,22 @@ def write_safetensors(
     # Headers are made on every rank: one that is too long must stop all of them before the first
     # box is sent.
     forms, names = ranks.together(lambda: _plan(shards, max_shard_bytes))
-    if not ranks.is_main:
+    files: Files = {}
+    error: Exception | None = None
+    if ranks.is_main:
+        files, error = _receive_all(folder, names, forms, shards, boxes, ranks)
+    else:
         for file_names in names.values():
-            _send(file_names, shards, mine, ranks)
-    return _receive_all(folder, names, forms, shards, boxes, ranks)
+            error = _send(file_names, shards, mine, ranks) or error
+    try:
+        ranks.agree(error)
+        return ranks.from_main(lambda: files | _write_index(folder, names, forms))
+    except BaseException:
+        # In their place a rank that failed has sent zeros. Such a file must not be left behind.
+        if ranks.is_main:
+            for name in files:
+                (folder / name).unlink(missing_ok=True)
+        raise
 
 
 def _plan(
@@ -93,44 +105,31 @@ def _receive_all(
     shards: Mapping[str, Shard],
     boxes: Mapping[str, list[Held]],
     ranks: Ranks,
-) -> Files:
+) -> tuple[Files, Exception | None]:
     """Main rank: write every file. Each box is received even after an error, as it will be sent."""
     files: Files = {}
     error: Exception | None = None
-    if ranks.is_main:
-        for file_name, tensors in names.items():
-            pieces = _pieces(tensors, shards, boxes, ranks)
-            written = _write_file(folder / file_name, header_bytes(tensors, forms), pieces, error)
-            if isinstance(written, Exception):
-                error = written
-            else:
-                files[file_name] = written
-
-    def conclude() -> Files:
-        if error is not None:
-            raise error
-        return files | (_write_index(folder, index_bytes(names, forms)) if len(names) > 1 else {})
-
-    return ranks.from_main(conclude)
+    for file_name, tensors in names.items():
+        inbox = _Inbox(tensors, shards, boxes, ranks)
+        try:
+            if error is None:
+                files[file_name] = _write_file(folder / file_name, tensors, forms, inbox)
+        # Whatever its class: the other ranks send on, and wait for one that does not receive.
+        except Exception as failed:
+            error = failed
+        inbox.drain()
+    return files, error
 
 
 def _write_file(
-    path: Path, header: bytes, pieces: Iterable[torch.Tensor], error: Exception | None
-) -> tuple[int, str] | Exception:
-    """Write a file, or only take the pieces when something went wrong before."""
-    pieces = iter(pieces)
-    if error is None:
-        try:
-            with hashed_file(path) as file:
-                file.write(header)
-                for piece in pieces:
-                    _write_tensor(file, piece)
-            return file.size_bytes, file.checksum
-        except OSError as failed:
-            error = failed
-    for _ in pieces:
-        continue
-    return error
+    path: Path, tensors: Sequence[str], forms: Mapping[str, Form], inbox: _Inbox
+) -> tuple[int, str]:
+    with hashed_file(path) as file:
+        file.write(header_bytes(tensors, forms))
+        for name in tensors:
+            for piece in inbox.pieces(name):
+                _write_tensor(file, piece)
+    return file.size_bytes, file.checksum
 
 
 def _write_tensor(file: HashingWriter, tensor: torch.Tensor) -> None:
@@ -144,42 +143,72 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat_bytes(plain.cpu().contiguous())
 
 
-def _pieces(
-    names: Sequence[str],
-    shards: Mapping[str, Shard],
-    boxes: Mapping[str, list[Held]],
-    ranks: Ranks,
-) -> Iterator[torch.Tensor]:
-    """Host tensors whose bytes, one after another, are the data of a file."""
-    for name in names:
-        shard = shards[name]
-        held = boxes.get(name, [])
-        parts = ((box, _take(owner, box, shard, ranks)) for owner, box in held)
+class _Inbox:
+    """Main rank: the boxes of one file in the order in which they are sent."""
+
+    def __init__(
+        self,
+        tensors: Sequence[str],
+        shards: Mapping[str, Shard],
+        boxes: Mapping[str, list[Held]],
+        ranks: Ranks,
+    ) -> None:
+        self._shards, self._boxes, self._ranks = shards, boxes, ranks
+        self._due = deque(
+            (name, owner, box) for name in tensors for owner, box in boxes.get(name, [])
+        )
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """Host tensors whose bytes, one after another, are those of the next tensor."""
+        shard, held = self._shards[name], self._boxes.get(name, [])
         if all(box.is_rows_of(shard.shape) for _, box in held):
-            for _, part in parts:
-                yield part
+            for _ in held:
+                yield self._take()
         else:
             whole = torch.empty(shard.shape, dtype=shard.local.dtype)
-            for box, part in parts:
-                whole[box.within(Box.whole(shard.shape))] = part
+            for _, box in held:
+                whole[box.within(Box.whole(shard.shape))] = self._take()
             yield whole
 
+    def drain(self) -> None:
+        """Receive what is still due, and drop it."""
+        while self._due:
+            if self._due[0][1] == self._ranks.rank:
+                self._due.popleft()
+            else:
+                self._take()
 
-def _take(owner: int, box: Box, shard: Shard, ranks: Ranks) -> torch.Tensor:
-    if owner == ranks.rank:
-        return shard.local.cpu()
-    part = torch.empty(box.sizes, dtype=shard.local.dtype)
-    if part.numel():
-        dist.recv(part.reshape(-1).view(torch.uint8), src=owner, group=ranks.group)
-    return part
+    def _take(self) -> torch.Tensor:
+        name, owner, box = self._due[0]
+        shard = self._shards[name]
+        if owner == self._ranks.rank:
+            self._due.popleft()
+            return shard.local.cpu()
+        part = torch.empty(box.sizes, dtype=shard.local.dtype)
+        # Only now is it taken off the list: without memory for it, it would still be sent.
+        self._due.popleft()
+        if part.numel():
+            self._ranks.receive(part.reshape(-1).view(torch.uint8), owner)
+        return part
 
 
 def _send(
     names: Sequence[str], shards: Mapping[str, Shard], mine: Mapping[str, Box], ranks: Ranks
-) -> None:
+) -> Exception | None:
+    """Send this rank's boxes of a file. In place of one that cannot be read, zeros are sent.
+
+    The main rank waits for each box, and would wait for ever for one that is left out.
+    """
+    error: Exception | None = None
     for name in names:
         if name in mine and shards[name].local.numel():
-            dist.send(as_bytes(shards[name].local), dst=MAIN, group=ranks.group)
+            try:
+                data = as_bytes(shards[name].local)
+            except Exception as failed:
+                error = error or failed
+                data = torch.zeros(shards[name].local.nbytes, dtype=torch.uint8)
+            ranks.send(data)
+    return error
 
 
 def _by_tensor(held: Sequence[Mapping[str, Box]]) -> dict[str, list[Held]]:
@@ -190,7 +219,9 @@ def _by_tensor(held: Sequence[Mapping[str, Box]]) -> dict[str, list[Held]]:
     return {name: sorted(parts, key=lambda part: part[1].offsets) for name, parts in boxes.items()}
 
 
-def _write_index(folder: Path, text: bytes) -> Files:
+def _write_index(folder: Path, names: Mapping[str, list[str]], forms: Mapping[str, Form]) -> Files:
+    if len(names) == 1:
+        return {}
     with hashed_file(folder / SAFETENSORS_INDEX) as file:
-        file.write(text)
+        file.write(index_bytes(names, forms))
     return {SAFETENSORS_INDEX: (file.size_bytes, file.checksum)}
