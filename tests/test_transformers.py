@@ -5,8 +5,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel_config import AcceleratorConfig, FSDPConfig, ParallelismConfig
-from parallel_engine import Engine
+from parallel_config import (
+    AcceleratorConfig,
+    ActivationCheckpointingConfig,
+    FSDPConfig,
+    ParallelismConfig,
+)
+from parallel_engine import Engine, unwrap
 from parallel_testing.ranks import run_ranks
 
 STEPS, ROWS, LENGTH, VOCABULARY = 20, 4, 12, 61
@@ -79,3 +84,40 @@ def test_fsdp_equals_one_process(results, tied):
         assert all(sharded)
         for pair, expected in zip(numbers, wanted, strict=True):
             assert pair == pytest.approx(expected, rel=1e-5)
+
+
+def _recomputed(model, mode):
+    engine = Engine(
+        accelerator=AcceleratorConfig(
+            fsdp=FSDPConfig(wrap_modules=("LlamaDecoderLayer",)),
+            activation_checkpointing=ActivationCheckpointingConfig(mode=mode),
+        ),
+        device="cpu",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    ids = torch.arange(24).reshape(2, 12)
+    # Padding at the left needs a mask, whose size is that of the keys: those of a cache that has
+    # grown do not fit it. Without padding the keys that are too many happen to be masked.
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    report = engine.step(
+        model,
+        optimizer,
+        None,
+        [ids],
+        lambda m, ids: m(input_ids=ids, labels=ids, attention_mask=mask).loss,
+    )
+    return model, (report.loss, report.grad_norm)
+
+
+def test_recomputed_layers_do_not_grow_the_cache_of_a_decoder(caplog):
+    wanted = _recomputed(decoder(tied=False), "none")[1]
+    for mode, lines in (("none", 0), ("full", 1), ("selective", 1)):
+        caplog.clear()
+        model, numbers = _recomputed(decoder(tied=False), mode)
+        assert numbers == pytest.approx(wanted, rel=1e-6)
+        assert unwrap(model).config.use_cache is (mode == "none")
+        said = [r.getMessage() for r in caplog.records if "use_cache" in r.getMessage()]
+        assert len(said) == lines
+        assert all("LlamaForCausalLM" in text for text in said)
