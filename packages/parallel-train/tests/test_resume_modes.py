@@ -421,3 +421,14 @@ def test_the_checkpoint_that_a_run_goes_on_from_is_kept(run, monkeypatch, capsys
     train(resumed(at, "--checkpoint.keep_last", 2, "--steps", 3), StopRequest())
     assert RunFolder(run).committed_steps() == [2, 3]
     assert "deleting 000004, 000006: the run does not go on from there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["last", "000006"])
+def test_a_checkpoint_that_was_moved_aside_has_its_name_back_before_it_is_read(run, name):
+    folder = RunFolder(run)
+    # As a save that was killed between the two renames of a replacement leaves it.
+    folder.step(6).path.rename(folder.hidden(6, "old", "a"))
+    decided = decide_job(resumed(run / "checkpoints" / name), world_size=1)
+    assert decided.checkpoint == folder.step(6).path
+    assert decided.checkpoint.is_dir()
+    assert any("000006: put back" in note for note in decided.notes)

@@ -15,7 +15,7 @@ from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
 from parallel_ckpt.formats.safetensors import read_header
 from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder, belongs_to_weights
 from parallel_ckpt.store.contents import Contents
-from parallel_ckpt.store.find import resolve_checkpoint
+from parallel_ckpt.store.find import committed, resolve_checkpoint
 from parallel_ckpt.store.integrity import file_problems, identity_problems
 from parallel_ckpt.store.manifest import Manifest
 
@@ -135,15 +135,15 @@ def inspect(path: str | Path) -> CheckpointInfo | RunInfo:
         DamagedCheckpoint: the manifest of the named checkpoint cannot be read.
     """
     run = RunFolder(Path(path).expanduser().absolute())
-    if run.checkpoints.is_dir() and run.committed_steps():
+    if run.checkpoints.is_dir() and committed(run):
         return _inspect_run(run)
     return _inspect_step(StepFolder(resolve_checkpoint(path)))
 
 
 def _inspect_run(run: RunFolder) -> RunInfo:
     found, unreadable = [], []
-    for step in run.committed_steps():
-        folder = StepFolder(run.step(step).path.resolve())
+    for _, step in sorted(committed(run).items()):
+        folder = StepFolder(step.path.resolve())
         try:
             found.append(_inspect_step(folder))
         except CheckpointError as error:

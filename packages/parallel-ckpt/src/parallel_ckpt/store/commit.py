@@ -132,17 +132,20 @@ def point_last(run: RunFolder, step: int) -> None:
 
 def read_last(run: RunFolder) -> int | None:
     """The step that `last` points at; None when it points at nothing committed."""
+    step = parse_step(last_name(run) or "")
+    return step if step is not None and run.step(step).is_committed else None
+
+
+def last_name(run: RunFolder) -> str | None:
+    """The folder's name that `last` holds, as a link or as a file; None when it holds none."""
     try:
         if run.last.is_symlink():
-            name = os.path.basename(os.readlink(run.last))
-        elif run.last.is_file():
-            name = run.last.read_text(encoding="utf-8")[:64].strip()
-        else:
-            return None
+            return os.path.basename(os.readlink(run.last))
+        if run.last.is_file():
+            return run.last.read_text(encoding="utf-8")[:64].strip()
     except (OSError, UnicodeDecodeError):
         return None
-    step = parse_step(name)
-    return step if step is not None and run.step(step).is_committed else None
+    return None
 
 
 def make_folder(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from parallel_ckpt.errors import CheckpointError, CheckpointNotFound, DamagedCheckpoint
@@ -11,13 +12,16 @@ from parallel_ckpt.layout import (
     LAST,
     MANIFEST,
     PRETRAINED_MODEL,
+    REPLACED,
     TRAIN_CONFIG,
     TRAINING_STATE,
+    Hidden,
     RunFolder,
     StepFolder,
+    parse_step,
 )
 from parallel_ckpt.ranks import Ranks, all_ranks
-from parallel_ckpt.store.commit import read_last
+from parallel_ckpt.store.commit import last_name, read_last
 from parallel_ckpt.store.integrity import Verify, file_problems, identity_problems, portion
 from parallel_ckpt.store.manifest import Manifest, read_manifest, sequence_of
 from parallel_config import Problem
@@ -28,7 +32,8 @@ def resolve_checkpoint(path: str | Path) -> Path:
 
     Understood are a step folder, its `pretrained_model` or `training_state`, a file in those, a
     run folder, its `checkpoints`, and `checkpoints/last`; relative or absolute, with or without a
-    trailing slash. A run folder means its `last`, else its newest checkpoint.
+    trailing slash. A run folder means what was committed last in it. A checkpoint that a killed
+    save has moved aside for its replacement is found under the name that it had.
 
     Raises:
         CheckpointNotFound: nothing committed is there; the message names what was looked for.
@@ -53,9 +58,60 @@ def resolve_checkpoint(path: str | Path) -> Path:
 def committed_around(given: Path) -> StepFolder | None:
     """The committed step that an absolute path means or lies in; None when there is none."""
     for candidate in _candidates(given):
+        if is_copied_last(candidate):
+            newest = _newest(RunFolder(candidate.parent.parent))
+            return None if newest is None else StepFolder(newest.path.resolve())
         if StepFolder(candidate).is_committed:
             return StepFolder(candidate.resolve())
+        # Followed even where it leads nowhere: `last` names a step that was moved aside.
+        home = candidate.resolve()
+        if home.name == LAST:  # a file, where links are not to be had
+            home = home.with_name(last_name(RunFolder(home.parent.parent)) or LAST)
+        step = parse_step(home.name)
+        if step is not None and home.parent.name == CHECKPOINTS:
+            steps = committed(RunFolder(home.parent.parent))
+            if step in steps:
+                return StepFolder(steps[step].path.resolve())
     return None
+
+
+def committed(run: RunFolder) -> dict[int, StepFolder]:
+    """Every checkpoint of a run by its step; one that was moved aside lies under a hidden name."""
+    found = {
+        hidden.step: StepFolder(hidden.path)
+        for hidden in moved_aside(run)
+        if StepFolder(hidden.path).is_committed
+    }
+    return found | {step: run.step(step) for step in run.committed_steps()}
+
+
+def moved_aside(run: RunFolder) -> list[Hidden]:
+    """Of each step that is missing, the former checkpoint that was committed last.
+
+    A save that replaces a checkpoint was killed between its two renames.
+    """
+    found: dict[int, Hidden] = {}
+    for hidden in run.hidden_folders():
+        if hidden.role != REPLACED or os.path.lexists(run.step(hidden.step).path):
+            continue
+        other = found.get(hidden.step, hidden)
+        found[hidden.step] = max(other, hidden, key=lambda aside: order(StepFolder(aside.path)))
+    return list(found.values())
+
+
+def order(folder: StepFolder) -> int:
+    """Greater for what was committed later; least where that cannot be read."""
+    sequence = sequence_of(folder)
+    return -1 if sequence is None else sequence
+
+
+def is_copied_last(path: Path) -> bool:
+    """Whether this is `last` as a folder of its own, which a copy that follows links makes of it.
+
+    No save updates it, so it soon is not the last one any more.
+    """
+    inside = path.name == LAST and path.parent.name == CHECKPOINTS
+    return inside and path.is_dir() and not path.is_symlink()
 
 
 def newest_intact(
@@ -113,16 +169,21 @@ def _candidates(given: Path) -> list[Path]:
 
 
 def _newest(run: RunFolder) -> StepFolder | None:
-    last = read_last(run)
-    if last is not None:
-        return run.step(last)
-    steps = newest_first(run)
-    return StepFolder(steps[0]) if steps else None
+    """What was committed last. `last` decides only where the manifest that it names is damaged."""
+    steps = committed(run)
+    pointed = read_last(run)
+    if pointed is not None and sequence_of(run.step(pointed)) is None:
+        return run.step(pointed)
+    found = [steps[step] for step in sorted(steps)]
+    if is_copied_last(run.last) and StepFolder(run.last).is_committed:
+        found.insert(0, StepFolder(run.last))  # the only one left in some copies
+    return max(found, key=order, default=None)
 
 
 def newest_first(run: RunFolder) -> list[Path]:
     """Committed step folders, the one committed last first; unreadable ones by their number."""
-    found = [(sequence_of(run.step(step)), step) for step in run.committed_steps()]
+    steps = committed(run)
+    found = [(sequence_of(folder), step) for step, folder in steps.items()]
     newer = max((sequence for sequence, _ in found if sequence is not None), default=0) + 1
     keyed = [(newer if sequence is None else sequence, step) for sequence, step in found]
-    return [run.step(step).path for _, step in sorted(keyed, reverse=True)]
+    return [steps[step].path for _, step in sorted(keyed, reverse=True)]

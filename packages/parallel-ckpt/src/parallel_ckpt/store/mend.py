@@ -11,7 +11,6 @@ from parallel_ckpt.layout import (
     LAST,
     PROBE,
     REPLACED,
-    Hidden,
     RunFolder,
     StepFolder,
     step_name,
@@ -25,8 +24,10 @@ from parallel_ckpt.store.commit import (
     remove,
     take_apart,
 )
+from parallel_ckpt.store.find import is_copied_last, moved_aside, order
+from parallel_ckpt.store.integrity import file_problems
 from parallel_ckpt.store.lock import RunLock
-from parallel_ckpt.store.manifest import sequence_of
+from parallel_ckpt.store.manifest import read_manifest
 
 
 def mend_run(run_dir: str | Path) -> list[str]:
@@ -102,7 +103,7 @@ def mend(run: RunFolder) -> list[str]:
     """
     notes: list[str] = []
     # First: all that follows removes folders, and these are the only copies of their steps.
-    for aside in _moved_aside(run):
+    for aside in moved_aside(run):
         home = run.step(aside.step).path
         os.rename(aside.path, home)
         notes.append(f"{home}: put back; its replacement was never finished.")
@@ -131,28 +132,37 @@ def mend(run: RunFolder) -> list[str]:
 
 def _mend_last(run: RunFolder) -> list[str]:
     notes: list[str] = []
+    if is_copied_last(run.last):
+        with noting(notes, f"{run.last}: is a folder, not a link"):
+            notes.append(_place_copied_last(run))
     steps = run.committed_steps()
-    if steps and os.path.islink(run.last) and not run.last.exists():
+    leads_nowhere = os.path.islink(run.last) and not run.last.exists()
+    if steps and (leads_nowhere or not os.path.lexists(run.last)):
         with noting(notes, f"{run.last}: points at nothing"):
-            newest = max(steps, key=lambda step: (_order(run.step(step)), step))
+            newest = max(steps, key=lambda step: (order(run.step(step)), step))
             # Not flushed: the next one who opens the run would do it again.
             point_last(run, newest)
-            notes.append(f"{run.last}: pointed at nothing; now at {step_name(newest)}.")
+            if leads_nowhere:
+                notes.append(f"{run.last}: pointed at nothing; now at {step_name(newest)}.")
     return notes
 
 
-def _moved_aside(run: RunFolder) -> list[Hidden]:
-    """Of each step that is missing, the former checkpoint that was committed last."""
-    found: dict[int, Hidden] = {}
-    for hidden in run.hidden_folders():
-        if hidden.role != REPLACED or os.path.lexists(run.step(hidden.step).path):
-            continue
-        other = found.get(hidden.step, hidden)
-        found[hidden.step] = max(other, hidden, key=lambda aside: _order(StepFolder(aside.path)))
-    return list(found.values())
-
-
-def _order(folder: StepFolder) -> int:
-    """Greater for what was committed later; least where that cannot be read."""
-    sequence = sequence_of(folder)
-    return -1 if sequence is None else sequence
+def _place_copied_last(run: RunFolder) -> str:
+    """Put away a `last` that a copy of the run has made a folder of its own; a line about it."""
+    copy = StepFolder(run.last)
+    try:
+        manifest = read_manifest(copy)
+        home = run.step(manifest.step)
+        if not os.path.lexists(home.path):
+            os.rename(copy.path, home.path)
+            return f"{run.last}: was a folder, not a link; it is {home.path.name} now."
+        # Removed only where all of it is there a second time.
+        if read_manifest(home) == manifest and not any(file_problems(home, manifest.files, "fast")):
+            take_apart(run, copy.path, manifest.step)
+            return f"{run.last}: was a copy of {home.path.name}, not a link; removed."
+    except CheckpointError:
+        pass
+    return (
+        f"{run.last}: is a folder, not a link, and holds what no step folder holds. Saves do not "
+        "update it. Move it away."
+    )

@@ -67,8 +67,14 @@ def decide_job(job: Job, *, world_size: int) -> DecidedJob:
             or does not fit this launch.
     """
     files, named = from_main(lambda: _locate(job))
-    checkpoint = named
     notes = list(job.notes)
+    if named is not None and named.name.startswith("."):
+        # A killed save has moved it aside. The saver would put it back while it is being read.
+        step = ckpt_layout.step_of(named.name)
+        assert step is not None
+        notes += _mend(files)
+        named = ckpt_layout.RunFolder(files.path).step(step).path
+    checkpoint = named
     if named is None and job.resume != "never":
         notes += _mend(files)
         checkpoint, skipped = newest_intact(files.path, verify=job.config.checkpoint.verify)
