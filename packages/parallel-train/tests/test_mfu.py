@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from torch import nn
 
 from parallel_train.config import LoggingConfig, TrainConfig
 from parallel_train.data.config import DatasetConfig
 from parallel_train.metrics.mfu import flops_per_sample, samples_per_s_at_peak
 from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.act.modeling import ACTPolicy
 from parallel_train.policies.factory import build_policy
 from parallel_train.policies.registry import POLICIES
-from parallel_train.run.task import build_datasets, never_trained
+from parallel_train.policies.reward.modeling import RewardModel
+from parallel_train.policies.wam.modeling import WAMPolicy
+from parallel_train.run.task import build_datasets, mean_over_padding, never_trained
 
 DATASET = DatasetConfig(episodes=(0,))
 
@@ -78,3 +82,25 @@ def test_actions_beyond_every_episode_are_reported():
                 f"the policy predicts {chunk_size:,} actions, but the longest episode has "
                 f"{longest} frames: what comes after {longest} is computed and never trained"
             )
+
+
+def test_a_policy_that_does_not_weigh_padding_is_named():
+    config = TrainConfig(policy=ACTConfig(chunk_size=3), dataset=DATASET)
+    dataset, _ = build_datasets(config)
+    plain = nn.Linear(1, 1)
+    said = mean_over_padding(config, plain, dataset)
+    assert said.startswith("Linear does not have loss_weight(batch), so every sample counts alike")
+    assert "the entries that action_is_pad leaves" in said
+    assert "parallel_engine.Loss" in said
+    plain.loss_weight = len
+    assert mean_over_padding(config, plain, dataset) is None
+
+
+def test_a_policy_that_reads_only_the_frame_itself_has_no_padding():
+    config = TrainConfig(policy=ACTConfig(chunk_size=1), dataset=DATASET)
+    assert mean_over_padding(config, nn.Linear(1, 1), build_datasets(config)[0]) is None
+
+
+@pytest.mark.parametrize("kind", [ACTPolicy, WAMPolicy, RewardModel])
+def test_our_policies_weigh_their_losses(kind):
+    assert callable(kind.loss_weight)

@@ -36,7 +36,7 @@ from parallel_train.run.prepare import fill, prepare
 from parallel_train.run.same_data import TrainedBefore, sizes
 from parallel_train.run.signals import StopRequest
 from parallel_train.run.start import DecidedJob, decide_job
-from parallel_train.run.task import build_task, never_trained, seed_rank
+from parallel_train.run.task import build_task, mean_over_padding, never_trained, seed_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,8 @@ def _make_ready(
     peak, why = samples_per_s_at_peak(
         config, task.dataset, engine.device, decided.topology.world_size
     )
-    notes += filter(None, [why, never_trained(config, task.dataset)])
+    unweighed = mean_over_padding(config, task.model, task.dataset)
+    notes += filter(None, [why, never_trained(config, task.dataset), unweighed])
     text = SCHEMA.dump(config)
     from_main(lambda: files.begin(text, step, keep_former=bool(decided.left_out)))
     # After everything that draws initial weights: those depend on the seed alone, not on the rank.

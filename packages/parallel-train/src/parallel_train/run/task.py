@@ -197,6 +197,27 @@ def never_trained(config: TrainConfig, dataset: LeRobotDataset) -> str | None:
     )
 
 
+def mean_over_padding(config: TrainConfig, model: nn.Module, dataset: LeRobotDataset) -> str | None:
+    """A line where a policy does not state the weight of a loss whose entries may be padding.
+
+    From the config: reading the flags of each batch would make the host wait for the device.
+    """
+    policy = unwrap(model)
+    if hasattr(policy, "loss_weight"):
+        return None
+    times = config.policy.delta_timestamps(dataset.fps)
+    # At the ends of episodes every other time than the frame's own lies outside of them.
+    padded = [f"{name}_is_pad" for name, deltas in times.items() if any(deltas)]
+    if not padded:
+        return None
+    return (
+        f"{type(policy).__name__} does not have loss_weight(batch), so every sample counts alike: "
+        f"a mean over the entries that {', '.join(padded)} leaves would depend on how a batch is "
+        "split over ranks and micro-batches. Return their number from loss_weight (in a loop of "
+        "your own: parallel_engine.Loss), or the number of samples if the mean is over all entries"
+    )
+
+
 def build_datasets(
     config: TrainConfig, metadata: Metadata | None = None
 ) -> tuple[LeRobotDataset, LeRobotDataset | None]:

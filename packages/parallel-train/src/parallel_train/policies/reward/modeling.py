@@ -125,6 +125,11 @@ class RewardModel(PretrainedPolicy):
         if self.glance is not None:
             self.glance.image.load_pretrained()
 
+    @staticmethod
+    def loss_weight(batch: Batch) -> Tensor:
+        """Samples of the batch: each has one label, whose mean is the loss."""
+        return torch.tensor(len(next(iter(batch.values()))))
+
     def _logits(self, batch: Batch) -> Tensor:
         parts: list[Tensor] = []
         if self.observation is not None:
