@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_train.data.config import DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.order import GlobalBatchSampler
@@ -138,3 +139,11 @@ def test_workers_of_a_killed_process_end_without_a_word() -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == -signal.SIGKILL
         assert done.stderr == ""  # and it is closed: they have ended
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "workers"),
+    [(None, "cuda", 4), (None, "cpu", 0), (0, "cuda", 0), (2, "cpu", 2)],
+)
+def test_a_gpu_has_loader_processes_unless_told_otherwise(asked, device, workers):
+    assert DatasetConfig(num_workers=asked).workers(device) == workers

@@ -34,8 +34,8 @@ class DatasetConfig:
     trained on. Those of cameras always come from the file."""
     tolerance_s: float = 1e-4
     """Largest distance, in seconds, between a timestamp and its frame."""
-    num_workers: int = 0
-    """Loader processes per rank; 0 loads in the training process."""
+    num_workers: int | None = None
+    """Loader processes per rank; 0 loads in the training process. None: 4 on a GPU, else 0."""
     prefetch_factor: int = 2
     """Micro-batches that each worker keeps ready."""
     pin_memory: bool = True
@@ -55,6 +55,13 @@ class DatasetConfig:
         """The folder to read: `root`, or the dataset that ships in the package."""
         return EMBEDDED_ROOT if self.root is None else Path(self.root)
 
+    def workers(self, device_type: str) -> int:
+        """Loader processes of one rank that computes on a device of this type ("cuda", "cpu")."""
+        if self.num_workers is not None:
+            return self.num_workers
+        # A GPU would wait for the host; on a CPU, workers would take the model's own cores.
+        return 4 if device_type == "cuda" else 0
+
     def _problems(self) -> Iterator[Problem]:
         if self.root is not None and not self.root.strip():
             yield Problem(
@@ -71,7 +78,7 @@ class DatasetConfig:
             )
         for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
             value = getattr(self, name)
-            if value < least:
+            if value is not None and value < least:
                 yield Problem(
                     f"dataset.{name}",
                     f"= {value}, but it must be at least {least}.",

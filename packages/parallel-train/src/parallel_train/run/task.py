@@ -125,7 +125,7 @@ def build_task(
         load_pretrained(model)
     load = partial(
         build_loader,
-        num_workers=config.dataset.num_workers,
+        num_workers=config.dataset.workers(device.type),
         prefetch_factor=config.dataset.prefetch_factor,
         pin_memory=device.type == "cuda" and config.dataset.pin_memory,
     )
