@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from parallel_ckpt import CheckpointError, CheckpointSaver, RunFolder, read_star
 from parallel_ckpt import ranks as ckpt_ranks
 from parallel_ckpt.formats.hashing import HashingWriter
 from parallel_ckpt.save import safetensors
-from parallel_config import Topology
-from parallel_testing.ranks import run_ranks
+from parallel_config import CheckpointConfig, Topology
+from parallel_testing.ranks import rank_outcomes, run_ranks
 from small_runs import quiet
 
 
@@ -88,8 +90,8 @@ def test_no_file_with_zeros_in_place_of_weights_is_left(tmp_path: Path) -> None:
     assert run_ranks(free_weights_with_an_error, 2, tmp_path / "weights")[0] == []
 
 
-def slow_transfers(root: Path, deadline_s: float) -> str:
-    """Rank 1 sends its first box after three seconds; forming a group may take one."""
+def saved_with_one_slow_or_dead(root: Path, deadline_s: float, how: str) -> str:
+    """Rank 1 sends its first box after three seconds or never; forming a group may take one."""
     dist.barrier()
     model = model_on_two()
     with pytest.MonkeyPatch.context() as patch:
@@ -100,6 +102,8 @@ def slow_transfers(root: Path, deadline_s: float) -> str:
     whole = safetensors.as_bytes
 
     def late(tensor: torch.Tensor) -> torch.Tensor:
+        if how == "dead":
+            os._exit(7)
         time.sleep(3)
         return whole(tensor)
 
@@ -107,12 +111,67 @@ def slow_transfers(root: Path, deadline_s: float) -> str:
         safetensors.as_bytes = late
     try:
         saver.save(step=1, samples_seen=1, model=model)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except CheckpointError as error:
+        # The test's own ranks meet at their end, where a dead one fails the other once more.
+        (root / f"told-{dist.get_rank()}").write_text(str(error))
+        return str(error)
     saver.close()
     return "saved"
 
 
 def test_a_transfer_has_the_deadline_that_the_caller_set(tmp_path: Path) -> None:
-    assert run_ranks(slow_transfers, 2, tmp_path / "long", 60.0) == ["saved", "saved"]
-    assert "saved" not in run_ranks(slow_transfers, 2, tmp_path / "short", 1.5)
+    told = run_ranks(saved_with_one_slow_or_dead, 2, tmp_path / "long", 60.0, "slow")
+    assert told == ["saved", "saved"]
+    told = run_ranks(saved_with_one_slow_or_dead, 2, tmp_path / "short", 1.5, "slow")
+    assert told[0] == (
+        "rank 0 has waited 1.5 s for another rank, which is stuck or slow. "
+        "Use CheckpointSaver(deadline_s=...) if it needs longer."
+    )
+    assert told[1].startswith("rank 1 has lost another rank")
+
+
+def test_a_rank_that_ends_is_told_to_the_others(tmp_path: Path) -> None:
+    _, second = rank_outcomes(saved_with_one_slow_or_dead, 2, tmp_path, 60.0, "dead")
+    assert second.exit_code == 7
+    assert (tmp_path / "told-0").read_text() == (
+        "rank 0 has lost another rank, which ended while they were at work on a checkpoint. "
+        "The error of that rank says why."
+    )
+
+
+def destroy_during_a_save(root: Path) -> str:
+    model = model_on_two()
+    saver = CheckpointSaver(
+        root,
+        topology=Topology(dp_shard=2),
+        on_note=quiet,
+        config=CheckpointConfig(async_save=True),
+        deadline_s=20,
+    )
+    destroyed = threading.Event()
+    whole = safetensors.hashed_file
+
+    def held_up(path: Path) -> object:
+        destroyed.wait()
+        return whole(path)
+
+    safetensors.hashed_file = held_up
+    saver.save(step=1, samples_seen=1, model=model)
+    # The collective before the file is over on every rank once nothing is left to meet for.
+    time.sleep(2)
+    dist.destroy_process_group()
+    destroyed.set()
+    try:
+        saver.close()
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_group_that_is_destroyed_during_a_save_is_named(tmp_path: Path) -> None:
+    told = run_ranks(destroy_during_a_save, 2, tmp_path)
+    assert told[0] == (
+        "process group was destroyed while ranks were at work on a checkpoint. "
+        "Call CheckpointSaver.wait or close before destroy_process_group."
+    )
+    assert told[1] != "saved"

@@ -25,6 +25,10 @@ class StateMismatch(CheckpointError):
     """Model or optimizer and checkpoint do not hold the same tensors."""
 
 
+class RankLost(CheckpointError):
+    """Another rank is gone or late, so the ranks can agree on nothing more; each says so itself."""
+
+
 def printable(text: str) -> str:
     """Text without control characters, which could rewrite what a terminal shows.
 

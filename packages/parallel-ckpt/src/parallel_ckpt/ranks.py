@@ -8,15 +8,16 @@ function that every rank hands to `from_main`.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.errors import CheckpointError, RankLost
 from parallel_config import ReportedError, agreed
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._waiting():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def gather(self, value: T) -> list[T]:
@@ -115,7 +117,8 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values, dst=MAIN, group=self.group)
+        with self._waiting():
+            dist.gather_object(value, values, dst=MAIN, group=self.group)
         return values or []
 
     def broadcast(self, value: T) -> T:
@@ -125,7 +128,8 @@ class Ranks:
         import torch.distributed as dist
 
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=MAIN, group=self.group)
+        with self._waiting():
+            dist.broadcast_object_list(box, src=MAIN, group=self.group)
         result: T = box[0]
         return result
 
@@ -133,15 +137,46 @@ class Ranks:
         """Send a contiguous host tensor to the main rank, which calls `receive`."""
         import torch.distributed as dist
 
-        self._wait(dist.isend(data, dst=MAIN, group=self.group))
+        with self._waiting():
+            self._finish(dist.isend(data, dst=MAIN, group=self.group))
 
     def receive(self, data: torch.Tensor, source: int) -> None:
         """Main rank: fill a contiguous host tensor with what rank `source` sends."""
         import torch.distributed as dist
 
-        self._wait(dist.irecv(data, src=source, group=self.group))
+        with self._waiting():
+            self._finish(dist.irecv(data, src=source, group=self.group))
 
-    def _wait(self, work: dist.Work | None) -> None:
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Say of a rank that is gone or late what it means, where gloo tells of its sockets."""
+        begin = time.monotonic()
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise self._not_met(error, time.monotonic() - begin) from error
+
+    def _not_met(self, error: Exception, waited_s: float) -> RankLost:
+        # torch calls a group that was destroyed an invalid one.
+        if isinstance(error, ValueError) or not _is_running():
+            return RankLost.of(
+                "process group",
+                "was destroyed while ranks were at work on a checkpoint.",
+                "Call CheckpointSaver.wait or close before destroy_process_group.",
+            )
+        if waited_s < 0.9 * self.deadline_s:
+            return RankLost.of(
+                f"rank {self.rank}",
+                "has lost another rank, which ended while they were at work on a checkpoint.",
+                "The error of that rank says why.",
+            )
+        return RankLost.of(
+            f"rank {self.rank}",
+            f"has waited {self.deadline_s:g} s for another rank, which is stuck or slow.",
+            "Use CheckpointSaver(deadline_s=...) if it needs longer.",
+        )
+
+    def _finish(self, work: dist.Work | None) -> None:
         assert work is not None  # None only stands for a rank that is outside of the group
         # gloo gives a transfer the limit that the group was made with, which is that of forming
         # it. A later `_set_timeout` changes collectives alone, so each wait names its own.

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from parallel_ckpt.errors import RankLost
 from parallel_ckpt.formats.box import Box
 from parallel_ckpt.formats.hashing import HashingWriter, hashed_file
 from parallel_ckpt.formats.safetensors import Form, header_bytes, index_bytes, pack
@@ -114,6 +115,8 @@ def _receive_all(
         try:
             if error is None:
                 files[file_name] = _write_file(folder / file_name, tensors, forms, inbox)
+        except RankLost:
+            raise  # nothing more will come
         # Whatever its class: the other ranks send on, and wait for one that does not receive.
         except Exception as failed:
             error = failed
