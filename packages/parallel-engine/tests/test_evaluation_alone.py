@@ -78,3 +78,34 @@ def test_evaluation_needs_no_optimizer_on_any_kind():
 def test_a_schedule_without_an_optimizer_is_refused():
     with pytest.raises(ConfigError, match="scheduler is a function, but there is no optimizer"):
         Engine(device="cpu").prepare(Model(), None, lambda optimizer: None, None)
+
+
+class Normed(nn.Module):
+    _fsdp_wrap_modules = ("Linear",)
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(1)
+        nn.init.constant_(self.body.weight, 0.25)
+        nn.init.zeros_(self.body.bias)
+
+    def forward(self, x):
+        return self.norm(self.body(x))
+
+
+def evaluated_with_statistics_per_rank(degrees):
+    model = Normed()
+    engine = Engine(parallelism=ParallelismConfig(**degrees), device="cpu")
+    model, *_ = engine.prepare(model, None, None, None)
+    mean = next(buffer for name, buffer in model.named_buffers() if name.endswith("running_mean"))
+    mean.fill_(0.5 + engine.rank)
+    rows = ROWS.chunk(engine.topology.world_size)[engine.rank]
+    return evaluate_loss(engine, model, [rows], loss_fn).loss, mean.item()
+
+
+def test_all_ranks_evaluate_with_the_main_ranks_statistics_and_keep_their_own():
+    ((wanted, _),) = run_ranks(evaluated_with_statistics_per_rank, 1, {}, init=False)
+    for degrees in ({}, {"dp_shard": 2}):
+        found = run_ranks(evaluated_with_statistics_per_rank, 2, degrees, init=False)
+        assert [loss for loss, _ in found] == pytest.approx([wanted, wanted], rel=1e-5)
+        assert [mean for _, mean in found] == [0.5, 1.5]

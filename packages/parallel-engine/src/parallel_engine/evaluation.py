@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from parallel_engine.engine import Engine
@@ -47,12 +48,19 @@ def evaluate_loss(
     batch `i` on rank `r` of `n` being `i n + r`, so that two evaluations draw the same noise. They
     go on afterwards as if nothing had happened; so do the modes of the modules.
 
+    Buffers that are per rank by nature, such as BatchNorm's statistics, are those of the main rank
+    on every rank, as in a checkpoint. Afterwards each rank has its own again.
+
     Raises:
         ValueError: no batch counts on any rank.
     """
     loss_sum, weight_sum = 0.0, 0.0
     sums: dict[str, tuple[float, float]] = {}
-    with _mode_kept(model), _streams_of_their_own(engine.device):
+    with (
+        _mode_kept(model),
+        _streams_of_their_own(engine.device),
+        _buffers_of_the_main_rank(engine, model),
+    ):
         for index, batch in enumerate(batches):
             number = index * engine.topology.world_size + engine.rank
             torch.manual_seed(((seed << 32) + number) % 2**64)
@@ -92,3 +100,32 @@ def _streams_of_their_own(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextlib.contextmanager
+def _buffers_of_the_main_rank(engine: Engine, model: nn.Module) -> Iterator[None]:
+    """One set of statistics for the samples of all ranks; afterwards each rank has its own."""
+    buffers = _statistics(model, engine.device) if engine.topology.world_size > 1 else []
+    own = [buffer.clone() for buffer in buffers]
+    for buffer in buffers:
+        # As bytes: not every backend knows every dtype.
+        dist.broadcast(buffer.reshape(-1).view(torch.uint8), src=0)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, former in zip(buffers, own, strict=True):
+                buffer.copy_(former)
+
+
+def _statistics(model: nn.Module, device: torch.device) -> list[torch.Tensor]:
+    """Buffers that may differ between ranks: floating-point ones with memory of their own."""
+    return [
+        buffer.detach()
+        for buffer in model.buffers()
+        if type(buffer) is torch.Tensor
+        and buffer.is_floating_point()
+        and buffer.is_contiguous()
+        and buffer.numel()
+        and buffer.device.type == device.type
+    ]
