@@ -17,6 +17,7 @@ from parallel_config import (
     Topology,
 )
 from parallel_engine import Engine, preflight
+from parallel_engine.options import option
 from parallel_testing.ranks import rank_outcomes, run_ranks
 
 CPU = torch.device("cpu")
@@ -57,7 +58,8 @@ def test_fp16_on_shards_and_on_cpu():
     assert (
         refusal(Net(), mixed_precision="fp16")
         == "accelerator.mixed_precision = fp16 with parallelism.dp_shard > 1: the loss scaler does "
-        "not work on shards. Use --accelerator.mixed_precision bf16."
+        "not work on shards. Use --accelerator.mixed_precision bf16 "
+        "(AcceleratorConfig.mixed_precision)."
     )
     text = refusal(Net(), topology=Topology(), mixed_precision="fp16")
     assert "= fp16 on CPU" in text
@@ -362,7 +364,7 @@ def test_cuda_graphs_of_sharded_weights(mode):
     assert refusal(Net(), compile=compiled) == (
         f"accelerator.compile.mode = {mode} with parallelism.dp_shard > 1: it replays CUDA graphs, "
         "which read weights at fixed addresses, and a unit's weights are gathered to new ones each "
-        "time. Use --accelerator.compile.mode default."
+        "time. Use --accelerator.compile.mode default (CompileConfig.mode)."
     )
     for config, topology in [
         (compiled, Topology(dp_replicate=2)),
@@ -370,3 +372,15 @@ def test_cuda_graphs_of_sharded_weights(mode):
         (CompileConfig(enable=True, mode=mode, backend="eager"), SHARDED),
     ]:
         preflight.check(Net(), None, AcceleratorConfig(compile=config), topology, CPU)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("fsdp.wrap_modules", "", "--accelerator.fsdp.wrap_modules (FSDPConfig.wrap_modules)"),
+        ("compile.mode", "default", "--accelerator.compile.mode default (CompileConfig.mode)"),
+        ("tf32", "", "--accelerator.tf32 (AcceleratorConfig.tf32)"),
+    ],
+)
+def test_a_setting_is_named_by_its_flag_and_its_field(path, value, said):
+    assert option(path, value) == said

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, clean_fqn
 from parallel_config.errors import nearest
 from parallel_engine.materialize import plain_meta_tensors
+from parallel_engine.options import option
 from parallel_engine.wrapping import resolve_wrap_policy, wrap_units
 
 
@@ -134,13 +135,13 @@ def _precision_problems(
         yield Problem(
             "accelerator.mixed_precision",
             "= fp16 with parallelism.dp_shard > 1: the loss scaler does not work on shards.",
-            "Use --accelerator.mixed_precision bf16.",
+            f"Use {option('mixed_precision', 'bf16')}.",
         )
     elif device.type == "cpu":
         yield Problem(
             "accelerator.mixed_precision",
             "= fp16 on CPU, where it is not available.",
-            "Use --accelerator.mixed_precision bf16 or no.",
+            f"Use {option('mixed_precision', 'bf16 or no')}.",
         )
 
 
@@ -156,14 +157,14 @@ def _compile_problems(config: AcceleratorConfig, topology: Topology) -> Iterator
                 "accelerator.compile.backend",
                 f"= {backend!r} is not a backend of torch.compile here; it has: "
                 f"{', '.join(known)}.",
-                nearest(backend, known) or "Use --accelerator.compile.backend inductor.",
+                nearest(backend, known) or f"Use {option('compile.backend', 'inductor')}.",
             )
     elif mode != "default" and topology.is_sharded:
         yield Problem(
             "accelerator.compile.mode",
             f"= {mode} with parallelism.dp_shard > 1: it replays CUDA graphs, which read weights "
             "at fixed addresses, and a unit's weights are gathered to new ones each time.",
-            "Use --accelerator.compile.mode default.",
+            f"Use {option('compile.mode', 'default')}.",
         )
 
 
@@ -203,8 +204,8 @@ def _unit_problems(model: nn.Module, config: AcceleratorConfig) -> Iterator[Prob
                 f"ties one parameter across wrap units ({shown}): a unit gathers and frees its "
                 "parameters by itself.",
                 "Name the class of a module that holds them all "
-                "(--accelerator.fsdp.wrap_modules), keep them out of units, or leave one of the "
-                "modules whole (--accelerator.fsdp.ignored_modules).",
+                f"with {option('fsdp.wrap_modules')}, keep them out of units, or leave one of the "
+                f"modules whole with {option('fsdp.ignored_modules')}.",
             )
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import AcceleratorConfig, ConfigError, FSDPConfig, Problem, clean_fqn
 from parallel_config.errors import nearest
+from parallel_engine.options import option
 
 log = logging.getLogger("parallel_engine")
 
@@ -132,7 +133,7 @@ def _declared(model: nn.Module) -> WrapPolicy:
                 "accelerator.fsdp.wrap_modules",
                 f"= None, and {owner} declares no _fsdp_wrap_modules: nothing below the root "
                 "would be sharded, which saves no memory.",
-                f"Use --accelerator.fsdp.wrap_modules with one of: {_class_list(model)}.",
+                f"Use {option('fsdp.wrap_modules')} with one of: {_class_list(model)}.",
             )
         )
     return WrapPolicy(tuple(names), source=f"{owner}._fsdp_wrap_modules")
@@ -148,7 +149,7 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
                     policy.source,
                     f"= {policy.min_num_params} matches no module; the largest below the root "
                     f"has {largest} parameters.",
-                    f"Use --accelerator.fsdp.min_num_params {largest} or less.",
+                    f"Use {option('fsdp.min_num_params', f'{largest} or less')}.",
                 )
             )
         return
