@@ -16,6 +16,7 @@ from parallel_ckpt import (
     mend_run,
     newest_intact,
 )
+from parallel_ckpt.store.workspace import temporary_folder
 from parallel_config import Topology
 from parallel_testing.ranks import run_ranks
 from small_runs import change_manifest, read_manifest_of, saver_of, small
@@ -92,3 +93,16 @@ def test_every_rank_has_the_same_lines_and_sees_the_folder(tmp_path: Path) -> No
     assert len(notes) == 2
     assert "is not shared by rank 1: it does not see a file" in error
     assert not list((tmp_path / "own").rglob("*run.lock*"))
+
+
+def test_what_a_killed_conversion_left_is_removed_and_a_live_one_is_not(tmp_path: Path) -> None:
+    with saver_of(tmp_path) as saver:
+        saver.save(step=1, samples_seen=1, model=small()[0])
+    parent = RunFolder(tmp_path).step(1).pretrained_model
+    dead = parent / ".converting-dead"
+    dead.mkdir()
+    (dead / "model.safetensors").write_bytes(b"half")
+    with temporary_folder(parent, ".converting-live") as live:
+        assert mend_run(tmp_path) == [f"{dead}: removed; a conversion left it."]
+        assert live.is_dir()
+    assert not dead.exists()

@@ -31,6 +31,8 @@ SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 RUN_LOCK = "run.lock"
 PROBE = ".shared-"
+CONVERTING = ".converting-"
+"""How the name of a conversion's folder begins while it is under way."""
 
 TEMPORARY, REPLACED, DELETED = "tmp", "old", "del"
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

@@ -20,24 +20,30 @@ from parallel_ckpt.convert.cast import Dtype
 from parallel_ckpt.convert.plan import OutputFile, index_of, plan_files
 from parallel_ckpt.convert.source import ConversionSource, find_source
 from parallel_ckpt.convert.stream import Tick, read_back, write_files
-from parallel_ckpt.convert.workspace import clear, temporary_folder
 from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint, printable
 from parallel_ckpt.formats.dcp import read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
 from parallel_ckpt.formats.hashing import FileRecord, hash_file, hashed_file
 from parallel_ckpt.formats.limits import shown
-from parallel_ckpt.layout import DCP_METADATA, MANIFEST, SAFETENSORS, SAFETENSORS_INDEX, StepFolder
+from parallel_ckpt.layout import (
+    CONVERTING,
+    DCP_METADATA,
+    MANIFEST,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    StepFolder,
+)
 from parallel_ckpt.store.commit import flush_folder, make_folder
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.integrity import file_problems
 from parallel_ckpt.store.manifest import Manifest, read_manifest
+from parallel_ckpt.store.workspace import clear, temporary_folder
 from parallel_config import CheckpointFormat, ConfigError, Problem
 from parallel_config.checkpoint import parse_size
 
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
 _CONFIG = "config.json"
-_CONVERTING = ".converting-"
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 MAX_LISTED = 5
 
@@ -240,7 +246,7 @@ def _convert_in_place(
     Killed in between, there is a file that the manifest does not know, or shards that it no longer
     knows. Nothing reads those, and a further conversion replaces or removes them.
     """
-    with temporary_folder(step.pretrained_model, _CONVERTING) as temporary:
+    with temporary_folder(step.pretrained_model, CONVERTING) as temporary:
         (record,) = _write_checked(source, temporary, files, progress)
         os.replace(temporary / SAFETENSORS, step.safetensors)
         flush_folder(step.pretrained_model)
@@ -348,7 +354,7 @@ def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertRes
     records = [contents.records[path] for path in contents.safetensors]
     if problems := list(file_problems(step, records, "full")):
         raise DamagedCheckpoint(problems[:10], source=str(step.path))
-    clear(step.pretrained_model, _CONVERTING)
+    clear(step.pretrained_model, CONVERTING)
     return ConvertResult(
         step.pretrained_model,
         {path.name: contents.records[path].size_bytes for path in contents.safetensors},

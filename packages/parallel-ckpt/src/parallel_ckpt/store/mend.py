@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.layout import (
+    CONVERTING,
     LAST,
     PROBE,
     REPLACED,
@@ -28,6 +29,7 @@ from parallel_ckpt.store.find import is_copied_last, moved_aside, order
 from parallel_ckpt.store.integrity import file_problems
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import read_manifest
+from parallel_ckpt.store.workspace import clear
 
 
 def mend_run(run_dir: str | Path) -> list[str]:
@@ -123,6 +125,9 @@ def mend(run: RunFolder) -> list[str]:
                 remove(hidden.path)
             notes.append(f"{name}: removed; it was left by a save that did not finish.")
     notes += _mend_last(run)
+    for step in run.committed_steps():
+        parent = run.step(step).pretrained_model
+        notes += [f"{path}: removed; a conversion left it." for path in clear(parent, CONVERTING)]
     for pattern in (f".{LAST}.*", f"{PROBE}*"):
         for leftover in run.checkpoints.glob(pattern):
             with noting(notes, f"{leftover}: not removed"):

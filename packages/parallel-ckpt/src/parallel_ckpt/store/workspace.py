@@ -24,12 +24,16 @@ def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear(parent: Path, prefix: str) -> None:
-    """Remove the temporary folders of dead conversions."""
+def clear(parent: Path, prefix: str) -> list[Path]:
+    """Remove the temporary folders of dead conversions; the paths of those that are gone."""
+    gone = []
     for leftover in parent.glob(f"{_literal(prefix)}*"):
         with _locked(leftover) as is_ours:
             if is_ours:
                 shutil.rmtree(leftover, ignore_errors=True)
+        if not leftover.exists():
+            gone.append(leftover)
+    return gone
 
 
 @contextmanager
