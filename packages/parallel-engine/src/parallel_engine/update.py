@@ -3,8 +3,8 @@
 accumulate  the micro-batches of a window, one after the other
 forward     the loss function on a micro-batch
 backward    gradients add up on this rank; the last micro-batch reduces them over the ranks
-tell        what the host knows, in one exchange between the hosts: the order of wrap units, unused
-            parameters, requests to stop, the last window, the counts of metrics
+tell        what the host knows, in one exchange between the hosts: the order of wrap units,
+            requests to stop, the last window, the counts of metrics
 reduce      what the device knows, in one exchange between the devices: loss, weight, metrics and
             the squared norm of the gradients. The host waits for these numbers, and only here
 clip        gradients become those of the mean, then are clipped by their global norm
@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel_config import AcceleratorConfig, Topology
-from parallel_engine.agreement import agree
 from parallel_engine.entry_points import undeclared_calls_explained
 from parallel_engine.errors import UnitOrderError
 from parallel_engine.failures import Failures
@@ -179,17 +178,18 @@ class Update:
         # DDP notes unused parameters of a static graph by itself.
         allowed = ddp.find_unused_parameters or ddp.static_graph
         with self._failures.told():
-            unused = unused_parameters(model, allowed=allowed)
+            # Not exchanged first: DDP of the other ranks may still wait for gradients of this one,
+            # on the host in the same group, and would take the exchange for them.
+            if unused := unused_parameters(model, allowed=allowed):
+                raise unused
             order = self._order.numbers() if self._order is not None else [0.0, 0.0]
-            flags = [unused is not None, stop is not None and stop(), ending and ending.is_mine]
+            flags = [stop is not None and stop(), ending and ending.is_mine]
             numbers = [*order, *map(float, map(bool, flags)), window.host_weight]
             sums, metrics = self._metric_names.sums(numbers, window.host_metrics())
-            total, squares, some_unused, stops, endings, weight = sums
+            total, squares, stops, endings, weight = sums
             difference = self._order and self._order.settle(total, squares)
         if difference:
             raise UnitOrderError(difference)
-        if some_unused:
-            agree(unused)
         if ending is not None:
             ending.is_over = bool(endings)
         return _Told(weight, metrics, bool(stops))
