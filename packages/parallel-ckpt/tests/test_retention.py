@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel_ckpt import CheckpointError, read_manifest
 from parallel_ckpt.layout import RunFolder
 from parallel_ckpt.store.retention import Commit, line_of_descent, superseded
 from small_runs import saver_of, small
@@ -63,6 +64,31 @@ def test_retention_keeps_what_the_run_goes_on_from(tmp_path: Path) -> None:
     with saver_of(tmp_path, keep_last=2, on_note=notes.append) as saver:  # another process goes on
         saver.save(step=7, samples_seen=0, model=model)
     assert RunFolder(tmp_path).committed_steps() == [6, 7]
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", "run/checkpoints/000099", "other/checkpoints/000002"])
+def test_going_on_from_a_checkpoint_of_no_run_or_another_is_refused(
+    tmp_path: Path, wrong: str
+) -> None:
+    """Retention would delete the checkpoint that training really went on from."""
+    model, _ = small()
+    for name in ("run", "other"):
+        with saver_of(tmp_path / name) as saver:
+            saver.save(step=2, samples_seen=0, model=model)
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        saver_of(tmp_path / "run", resumed_from=tmp_path / wrong)
+
+
+@pytest.mark.parametrize("way", ["", "checkpoints/000002/pretrained_model", "checkpoints/last"])
+def test_every_way_to_name_a_checkpoint_names_the_one_that_a_run_goes_on_from(
+    tmp_path: Path, way: str
+) -> None:
+    model, _ = small()
+    with saver_of(tmp_path) as saver:
+        saver.save(step=2, samples_seen=0, model=model)
+    with saver_of(tmp_path, resumed_from=tmp_path / way) as saver:
+        saver.save(step=3, samples_seen=0, model=model)
+    assert read_manifest(RunFolder(tmp_path).step(3)).parent == 1
 
 
 def test_a_run_taken_up_from_an_earlier_step_keeps_what_it_saves(tmp_path: Path) -> None:

@@ -106,9 +106,25 @@ def test_what_makes_no_update_is_refused():
         "--accelerator.gradient_accumulation.steps 3 or less, more data, or "
         "accumulate(loader, epochs=None), which runs on over the end of the data."
     )
-    for epochs in (0, -1):
-        with pytest.raises(ConfigError, match=rf"epochs = {epochs}, but it is at least 1"):
+    for epochs in (0, -1, 1.5, "2", True):
+        with pytest.raises(ConfigError, match=rf"epochs = {epochs!r}, but it is an integer of at"):
             engine.accumulate(Sized(3), epochs=epochs)
+    for first in (-1, "a"):
+        with pytest.raises(ConfigError, match=rf"first_epoch = {first!r}, but it is an integer"):
+            engine.accumulate(Sized(3), first_epoch=first)
+
+
+def steps_without_a_batch():
+    engine, model, optimizer = prepared()
+    window = list(Sized(1)) if engine.rank else []
+    engine.step(model, optimizer, None, window, mean)
+
+
+def test_an_update_without_a_micro_batch_is_refused_and_told_to_the_other_ranks():
+    first, second = rank_outcomes(steps_without_a_batch, 2, init=False)
+    assert (first.error_type, second.error_type) == ("ConfigError", "PeerError")
+    for outcome in (first, second):
+        assert "micro_batches is empty, but an update takes at least one." in outcome.error
 
 
 def uneven(kinds, steps, epochs, by_step):

@@ -66,7 +66,7 @@ from parallel_engine.types import Batch, OptimizerFactory, Scheduler, SchedulerF
 from parallel_engine.unit_order import UnitOrder
 from parallel_engine.unit_transforms import checkpoint_units, compile_units
 from parallel_engine.update import StepReport, Update
-from parallel_engine.windows import Passes, Windows
+from parallel_engine.windows import Passes, Windows, require_count
 from parallel_engine.wrapping import (
     log_units,
     only_with_size,
@@ -332,12 +332,10 @@ class Engine:
 
         Raises:
             ConfigError: a rank's loader yields nothing, or less than one window, or nothing any
-                more; or less than its length says. `epochs` is less than 1.
+                more; or less than its length says. `epochs` or `first_epoch` is not such a number.
         """
-        if epochs is not None and epochs < 1:
-            raise ConfigError(
-                Problem("epochs", f"= {epochs}, but it is at least 1.", "None goes on for ever.")
-            )
+        require_count("epochs", epochs, least=1, none="None goes on for ever.")
+        require_count("first_epoch", first_epoch, least=0, none="None counts on.")
         windows = Windows(
             loader,
             self.config.gradient_accumulation.steps,
@@ -373,12 +371,17 @@ class Engine:
             NonFiniteError: on every rank, before the update, with `on_nonfinite="error"`.
             UnitOrderError: on every rank, before the update: ranks ran different wrap units.
             PeerError: another rank failed; its error is quoted.
+            ConfigError: the window holds no micro-batch.
         """
         if not self._trains:
             raise RuntimeError(
                 "engine.step updates a model that was prepared with an optimizer; this one was "
                 "prepared for evaluation alone: engine.prepare(model, None, ...)"
             )
+        if not len(micro_batches):  # the schedule would move on without an update
+            empty = Problem("micro_batches", "is empty, but an update takes at least one.")
+            with self.telling_peers():
+                raise ConfigError(empty)
         return self._prepared.run(
             model, optimizer, scheduler, micro_batches, loss_fn, clip_norm=clip_norm, stop=stop
         )

@@ -29,6 +29,19 @@ Told = Callable[[], AbstractContextManager[None]]
 _ACCUMULATION = "accelerator.gradient_accumulation.steps"
 
 
+def require_count(name: str, value: int | None, *, least: int, none: str) -> None:
+    """Check an argument that is an integer or None.
+
+    Raises:
+        ConfigError: it is something else, or less than `least`.
+    """
+    if value is None or (type(value) is int and value >= least):
+        return
+    raise ConfigError(
+        Problem(name, f"= {value!r}, but it is an integer of at least {least}.", none)
+    )
+
+
 class Passes:
     """Of each loader, the number of its next pass; of an engine, what it has said already."""
 

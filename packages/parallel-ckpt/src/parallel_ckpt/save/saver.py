@@ -44,6 +44,7 @@ from parallel_ckpt.save.same_on_ranks import (
 from parallel_ckpt.save.snapshot import Snapshot, checked_files, take_snapshot, with_sequence
 from parallel_ckpt.state.optimizer import Stateful, inner_scheduler
 from parallel_ckpt.store.commit import abandon, begin, commit, delete, read_last, reason
+from parallel_ckpt.store.find import resolve_checkpoint
 from parallel_ckpt.store.lock import RunLock
 from parallel_ckpt.store.manifest import FileRecord, Manifest, OptimizerRecord, read_manifest
 from parallel_ckpt.store.mend import open_run
@@ -80,7 +81,8 @@ class CheckpointSaver:
         one committed last. Retention counts only it, its ancestors and what is saved from now on.
 
         Raises:
-            CheckpointError: another run writes here, or a rank does not see the folder.
+            CheckpointError: another run writes here, or a rank does not see the folder; or
+                `resumed_from` is not a checkpoint of this run.
         """
         self._run = RunFolder(Path(run_dir).expanduser().absolute())
         self._topology = topology
@@ -371,17 +373,21 @@ def _commits(run: RunFolder) -> dict[int, Commit]:
     return found
 
 
-def _sequence_in(run: RunFolder, path: str | Path, commits: Mapping[int, Commit]) -> int | None:
-    """Of the checkpoint at `path`, if it is one of this run; else of what was committed last."""
-    newest = max((commit.sequence for commit in commits.values()), default=None)
-    step = step_of(Path(path).name)
-    if (
-        step is None
-        or step not in commits
-        or Path(path).resolve().parent != run.checkpoints.resolve()
-    ):
-        return newest
-    return commits[step].sequence
+def _sequence_in(run: RunFolder, path: str | Path, commits: Mapping[int, Commit]) -> int:
+    """Of the checkpoint that `path` means, which is one of this run.
+
+    Raises:
+        CheckpointError: it is not, so retention would not know which checkpoints to keep.
+    """
+    found = resolve_checkpoint(path)
+    step = step_of(found.name)
+    if step is not None and step in commits and found.parent == run.checkpoints.resolve():
+        return commits[step].sequence
+    raise CheckpointError.of(
+        f"resumed_from = {str(path)!r}",
+        f"is not a checkpoint of {run.path} that can be read.",
+        "Give the checkpoint of this run that training goes on from, or None for the newest.",
+    )
 
 
 def _versions() -> dict[str, str]:

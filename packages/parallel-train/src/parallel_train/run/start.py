@@ -193,14 +193,18 @@ def _require_own_folder(job: Job, files: RunFiles) -> None:
 def _changes_unnamed_optimizer(
     manifest: Manifest, saved: TrainConfig, now: TrainConfig, *, allowed: bool
 ) -> bool:
-    """Whether the optimizer changes where the checkpoint cannot say so: `restore` refuses the rest.
+    """Whether the optimizer changes where the checkpoint does not name its class.
 
-    Checkpoints of format_version 1 do not name the optimizer's class; their config does.
+    Checkpoints of format_version 1 do not. Of later ones `restore` compares the class; what the
+    configs can tell is refused here, before a model is built.
+
+    Raises:
+        ConfigError: the configs name different optimizers, and the change is not allowed.
     """
-    if manifest.names_optimizer or saved.optimizer.type == now.optimizer.type:
+    if saved.optimizer.type == now.optimizer.type:
         return False
     if allowed:
-        return True
+        return not manifest.names_optimizer
     raise ConfigError(
         Problem(
             "optimizer.type",
