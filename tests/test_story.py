@@ -112,7 +112,7 @@ def test_an_occupied_folder_is_not_touched(ptrain, small):
     assert "output_dir = 'run' already holds a run." in text
     assert "ptrain resume run" in text
     assert (ptrain.folder / "run/metrics.jsonl").read_bytes() == before
-    assert "holds no intact checkpoint" in ptrain(
+    assert "does not hold an intact checkpoint" in ptrain(
         "train", *small, "--output_dir", "other", "--resume", "must", code=2
     )
 
