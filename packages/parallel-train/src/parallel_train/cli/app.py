@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from parallel_config import ReportedError
 from parallel_train.cli.exits import DONE, INTERRUPTED, fail
+from parallel_train.run.shield import open_missing_streams
 
 # Modules are imported when their command is chosen: `ptrain --help` must not pay for torch.
 RUNNERS = {
@@ -28,6 +29,7 @@ RUNNERS = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `ptrain` and leave the process with its exit code."""
+    open_missing_streams()
     try:
         code = run(sys.argv[1:] if argv is None else list(argv))
         _leave_requests(code)
@@ -43,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _leave_requests(code: int) -> None:
-    """End here when a request to the Hub was left to itself: a plain exit would wait for it."""
-    if any(thread.name.startswith("hub-") for thread in threading.enumerate()):
+    """End here when a request to the Hub or a tracker was left to itself: an exit would wait."""
+    if any(thread.name.startswith(("hub-", "sink-")) for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -31,6 +31,12 @@ PEERS_S = 30.0
 """Seconds that the other ranks have to leave by themselves once one has failed."""
 POLL_S = 0.05
 HOST = "127.0.0.1"
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " If nobody sent it, the kernel did, for want of memory: see `dmesg`, and use "
+    "a smaller --batch_size or fewer --dataset.num_workers.",
+    signal.SIGBUS: " This is mostly a shared memory (/dev/shm) that is full.",
+    signal.SIGSEGV: " A library crashed: PYTHONFAULTHANDLER=1 shows where.",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,11 @@ class Worker:
             # The session that the rank was started in: its loader workers are in the same group.
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    @property
+    def hint(self) -> str:
+        """What a death by signal mostly means, as a sentence that follows."""
+        return _HINTS.get(-self.process.returncode, "")
+
     def __str__(self) -> str:
         code = self.process.returncode
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"left with {code}"
@@ -80,11 +91,11 @@ def without_flags(argv: Sequence[str], names: Sequence[str]) -> list[str]:
 def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
     """Run `ptrain <argv>` on `nproc_per_node` ranks of this machine and wait for them.
 
-    SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which have `grace_s` seconds to write a
-    checkpoint and leave; a second signal ends them at once. Returns 0 when all ended well, 75 when
-    they were preempted and saved, 2 when the input was wrong, 128 + n when signal n ended them, by
-    coming a second time or because they did not leave in time, 1 otherwise. No rank outlives the
-    call, and ranks whose launcher was killed stop.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which have `grace_s` seconds to
+    write a checkpoint and leave; a second signal ends them at once. Returns 0 when all ended well,
+    75 when they were preempted and saved, 2 when the input was wrong, 128 + n when signal n ended
+    them, by coming a second time or because they did not leave in time, 1 otherwise. No rank
+    outlives the call, and ranks whose launcher was killed stop.
     """
     workers: list[Worker] = []
     ended_by: list[int] = []
@@ -190,7 +201,7 @@ def _wait(
             return f"ranks {names} {why}, and were killed.", unanswered
         time.sleep(POLL_S)
     failed = _verdict([worker.process.returncode for worker in workers]) == FAILED
-    return "" if not failed or first is None else f"{first} first.", None
+    return "" if not failed or first is None else f"{first} first.{first.hint}", None
 
 
 @contextlib.contextmanager

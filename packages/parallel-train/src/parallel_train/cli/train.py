@@ -26,6 +26,7 @@ from parallel_train.cli.exits import (
 from parallel_train.cli.parsing import Parsed
 from parallel_train.config import SCHEMA
 from parallel_train.run.job import Job
+from parallel_train.run.shield import shielded
 from parallel_train.run.signals import StopRequest, stop_without_launcher
 
 if TYPE_CHECKING:
@@ -82,9 +83,10 @@ def start(parsed: Parsed, job: Callable[[Parsed], Job]) -> int:
     except ConfigError as error:
         return fail(error, f"ptrain {parsed.argv[0]}")
     nproc = command.launch.nproc_per_node
-    if nproc is None:
-        return _work(parsed, facts, job)
-    return _launch(parsed, facts, nproc)
+    with shielded():
+        if nproc is None:
+            return _work(parsed, facts, job)
+        return _launch(parsed, facts, nproc)
 
 
 def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:
@@ -134,6 +136,7 @@ def _train(
 ) -> int:
     # Here and not above: the launcher, --print_config and errors of flags need no torch.
     from parallel_engine import NonFiniteError, PeerError, UnusedParametersError, connect
+    from parallel_train.data.worker_deaths import WorkerDeath
     from parallel_train.train import train
 
     try:
@@ -148,6 +151,8 @@ def _train(
     except (NonFiniteError, UnusedParametersError) as error:  # the same on every rank
         if facts.is_main:
             fail(error, f"ptrain {parsed.argv[0]}")
+    except WorkerDeath as error:  # this rank's own
+        fail(error, f"ptrain {parsed.argv[0]}: rank {facts.rank}")
     except PeerError as error:
         print(f"ptrain: rank {facts.rank} leaves: {error}", file=sys.stderr)
     except Exception:

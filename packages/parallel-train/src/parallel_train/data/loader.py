@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
+from parallel_train.data.worker_deaths import remembering
 
 
 def build_loader(
@@ -46,6 +47,7 @@ def build_loader(
         prefetch_factor=prefetch_factor if num_workers else None,
         collate_fn=_collate,
         generator=generator,
+        multiprocessing_context=remembering() if num_workers else None,
         pin_memory=pin_memory and torch.cuda.is_available(),
         worker_init_fn=partial(_start_worker, key, _leaving()) if num_workers else None,
     )
@@ -74,7 +76,7 @@ def _start_worker(key: tuple[int, ...], leaving: Any, worker: int) -> None:
     """
     # The parent as it is now: a later one means that it has died.
     sys.excepthook = partial(_report, os.getppid())
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
     # Workers share the cores with the training process.

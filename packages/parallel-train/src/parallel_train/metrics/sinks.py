@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
@@ -17,6 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Value = int | float
+MOST_WAITING_BYTES = 64 * 2**20
+"""Rows that wait for room on the disk: a few hundred thousand."""
 
 
 @dataclass(frozen=True)
@@ -74,26 +79,75 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """`metrics.jsonl`: a line per update, flushed at once so that a crash loses none."""
+    """`metrics.jsonl`: a line per update, flushed at once so that a crash loses none.
+
+    It is the last thing to be given up: rows that a full disk refuses wait in memory, and every
+    later row tries again.
+    """
+
+    name = "metrics.jsonl"
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        # Without a buffer: what was written and what was not is known to the byte.
+        self._file: FileIO = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = self._lost = 0
+        self._told = False
+        self.tell: Callable[[str], None] = lambda line: None
+        """Takes a line for people."""
 
     def emit(self, row: Row) -> None:
         """Append the row."""
-        self._file.write(row.to_json() + "\n")
-        self._file.flush()
+        line = row.to_json().encode() + b"\n"
+        if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
+            self._lost += 1  # weeks without room: the memory is the training's
+        else:
+            self._waiting.append(line)
+            self._waiting_bytes += len(line)
+        try:
+            self._write()
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                self.tell(
+                    f"metrics.jsonl cannot be written ({error.strerror}): its rows wait in memory "
+                    "until it can, and the training goes on"
+                )
+        else:
+            self._told = False
+
+    def _write(self) -> None:
+        while self._waiting:
+            line = self._waiting[0]
+            # A disk that fills up takes part of a line. The rest comes right behind it, later.
+            written = self._file.write(line) or 0
+            self._waiting_bytes -= written
+            if written == len(line):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = line[written:]
 
     def note(self, line: str) -> None:
         """Notes are for people."""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after a last try to write what waits.
+
+        Raises:
+            OSError: rows are lost.
+        """
+        with contextlib.suppress(OSError):
+            self._write()
         self._file.close()
+        lost = self._lost + len(self._waiting)
+        if lost:
+            raise OSError(errno.ENOSPC, f"{lost:,} updates are missing in it")
 
 
 class LineSink:
     """Plain lines, for logs and pipes."""
+
+    name = "the console"
 
     def __init__(self, *, steps: int, log_freq: int, stream: IO[str] | None = None) -> None:
         self._steps, self._log_freq = steps, log_freq
@@ -115,6 +169,8 @@ class LineSink:
 
 class ProgressSink:
     """A progress bar on a terminal, with a line kept every `log_freq` updates."""
+
+    name = "the console"
 
     def __init__(self, *, steps: int, start: int, log_freq: int) -> None:
         self._steps, self._log_freq = steps, log_freq
@@ -148,19 +204,27 @@ class ProgressSink:
 
 @dataclass
 class Sinks:
-    """All sinks of the main rank; on the others it is empty and every call is free."""
+    """All sinks of the main rank; on the others it is empty and every call is free.
+
+    A sink that fails is given up, which is said once. None of them ever ends a run.
+    """
 
     members: list[Sink] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        for sink in self.members:
+            if isinstance(sink, JsonlSink):
+                sink.tell = self.note
+
     def emit(self, row: Row) -> None:
         """Hand the row to every sink."""
-        for sink in self.members:
-            sink.emit(row)
+        for sink in list(self.members):
+            self._call(sink, lambda sink=sink: sink.emit(row))  # type: ignore[misc]
 
     def note(self, line: str) -> None:
         """Hand the line to every sink."""
-        for sink in self.members:
-            sink.note(line)
+        for sink in list(self.members):
+            self._call(sink, lambda sink=sink: sink.note(line))  # type: ignore[misc]
 
     def __enter__(self) -> Sinks:
         return self
@@ -171,16 +235,34 @@ class Sinks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # All are closed, whichever fails; and a full disk while closing must not hide the error
-        # that ended the run.
-        with contextlib.ExitStack() as stack:
-            for sink in reversed(self.members):
-                stack.callback(_close, sink, quietly=error is not None)
+        # The console, which is the last of them, stays open for what the others say.
+        for sink in list(self.members):
+            self._call(sink, sink.close, ends=True)
+        self.members.clear()
 
+    def _call(self, sink: Sink, call: Callable[[], None], *, ends: bool = False) -> None:
+        try:
+            call()
+        except Exception as error:  # of a library of others: it may be any
+            if sink not in self.members:
+                return  # given up meanwhile, by what was said of it
+            self.members.remove(sink)
+            if not ends:
+                with contextlib.suppress(Exception):
+                    sink.close()
+            self._say_lost(sink, error)
 
-def _close(sink: Sink, *, quietly: bool) -> None:
-    with contextlib.suppress(OSError) if quietly else contextlib.nullcontext():
-        sink.close()
+    def _say_lost(self, sink: Sink, error: Exception) -> None:
+        name = getattr(sink, "name", type(sink).__name__)
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        line = f"{name} is given up: {type(error).__name__}: {why}."
+        if not isinstance(sink, JsonlSink):
+            line += " The run goes on, and metrics.jsonl holds every update."
+        if any(isinstance(member, LineSink | ProgressSink) for member in self.members):
+            self.note(line)
+        else:
+            with contextlib.suppress(Exception):
+                print(f"ptrain: {line}", file=sys.stderr, flush=True)
 
 
 def console_sink(*, steps: int, start: int, log_freq: int) -> Sink:

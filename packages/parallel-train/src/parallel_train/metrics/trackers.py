@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 
 from parallel_config import ConfigError, Problem
 from parallel_train.config import LoggingConfig
+from parallel_train.metrics.detached import DetachedSink
 from parallel_train.metrics.sinks import Row, Sink
 
 WANDB_ID = "wandb_run_id"
@@ -59,6 +61,21 @@ def _no_wandb(why: str) -> ConfigError:
     )
 
 
+def is_unreachable(error: Exception) -> bool:
+    """Whether the error of W&B's start is of the network or of its server.
+
+    A wrong project or account is for the user to mend; a server that is down must not keep a job
+    that starts at night from training.
+    """
+    import wandb
+
+    if isinstance(error, wandb.errors.AuthenticationError):
+        return False
+    words = ("permission", "denied", "not found", "unauthorized", "401", "403", "404")
+    text = str(error).lower()
+    return isinstance(error, wandb.errors.CommError) and not any(word in text for word in words)
+
+
 def tracking_sinks(
     config: LoggingConfig, folder: Path, start: int, document: Mapping[str, Any]
 ) -> list[Sink]:
@@ -72,9 +89,10 @@ def tracking_sinks(
     """
     found: list[Sink] = []
     if config.tensorboard:
-        found.append(TensorBoardSink(folder / "tensorboard", start=start))
+        writer = TensorBoardSink(folder / "tensorboard", start=start)
+        found.append(DetachedSink(writer, "TensorBoard"))
     if config.wandb:
-        found.append(WandbSink(config, folder, document))
+        found.append(DetachedSink(WandbSink(config, folder, document), "Weights & Biases"))
     return found
 
 
@@ -114,20 +132,28 @@ class WandbSink:
         if not known.exists():
             # Chosen here and not by W&B, so that it is on disk before anything is sent.
             known.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        start = functools.partial(
+            wandb.init,
+            id=known.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(folder),
+            name=folder.name,
+            project=config.wandb_project,
+            entity=config.wandb_entity,
+            config=dict(document),
+            settings=wandb.Settings(console="off", silent=True),
+        )
         try:
-            self._run: Any = wandb.init(
-                id=known.read_text(encoding="utf-8").strip(),
-                resume="allow",
-                dir=str(folder),
-                name=folder.name,
-                project=config.wandb_project,
-                entity=config.wandb_entity,
-                mode=config.wandb_mode,
-                config=dict(document),
-                settings=wandb.Settings(console="off", silent=True),
-            )
+            self._run: Any = start(mode=config.wandb_mode)
         except wandb.Error as error:
-            raise _no_wandb(str(error)) from error
+            if not is_unreachable(error):
+                raise _no_wandb(str(error)) from error
+            print(
+                f"Weights & Biases does not answer: {error}. This run is logged offline; "
+                f"`wandb sync {folder / 'wandb'}/offline-run-*` sends it later",
+                flush=True,
+            )
+            self._run = start(mode="offline")
         self._run.define_metric("*", step_metric="step")
 
     def emit(self, row: Row) -> None:

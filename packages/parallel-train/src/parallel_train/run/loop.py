@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from parallel_ckpt import CheckpointSaver
-from parallel_engine import Engine, StepReport, evaluate_loss
+from parallel_engine import Engine, EngineError, StepReport, evaluate_loss
 from parallel_train.config import TrainConfig
+from parallel_train.data.worker_deaths import worker_death
 from parallel_train.metrics.sinks import Row, Sinks, Stopwatch
 from parallel_train.run.adapt import global_batch
 from parallel_train.run.prepare import Prepared
@@ -42,11 +43,20 @@ class Loop:
         random numbers.
 
         Raises:
+            WorkerDeath: a loader worker of this rank has died.
             PeerError: another rank failed first, wherever that was: in reading data, in the
                 update, in the evaluation, in a sink or in the save.
         """
         with self.engine.telling_peers():
-            return self._run(stop, restore_rng)
+            try:
+                return self._run(stop, restore_rng)
+            except (RuntimeError, OSError, EOFError) as error:
+                # torch says so in the middle of whatever runs just then, or knows only of a
+                # connection that broke.
+                death = None if isinstance(error, EngineError) else worker_death()
+                if death is None:
+                    raise
+                raise death from error
 
     def _run(self, stop: StopRequest, restore_rng: Callable[[], None] | None) -> int:
         step, watch = self.start_step, Stopwatch()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST_S = 2.0
 """Signals this close together are one request: schedulers signal a launcher and its workers, and
 the launcher passes its own on."""
@@ -44,6 +44,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         for number in STOP_SIGNALS:
+            # `nohup` starts a process so: a terminal that closes is then none of its business.
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             # Python sets handlers in the main thread only.
             self._previous[number] = signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have held them
@@ -63,7 +66,9 @@ class StopRequest:
         if self.received is None:
             self.received, self._since = signal.Signals(number), now
             if self._announce:  # no print: the signal may have come in the middle of one
-                os.write(2, f"{self.received.name}: {self._announce}\n".encode())
+                # A terminal that has closed is not an error of wherever the signal came.
+                with contextlib.suppress(OSError):
+                    os.write(2, f"{self.received.name}: {self._announce}\n".encode())
         # Monotonic time: a clock that is set must not turn one request into two.
         elif now - self._since > self._one_request_s:
             self._on_second(number)
