@@ -7,10 +7,12 @@ import pytest
 
 from parallel_config import ConfigError
 from parallel_config.codec import parse as parse_document
+from parallel_train.cli import hints
 from parallel_train.cli.app import run
+from parallel_train.cli.commands import TrainCommand
 from parallel_train.cli.flags import flag_table, normalize, positionals
 from parallel_train.cli.launcher import without_flags
-from parallel_train.cli.parsing import parse
+from parallel_train.cli.parsing import _flags, parse
 from parallel_train.config import SCHEMA, TrainConfig
 
 PROMISED = [
@@ -183,9 +185,7 @@ def test_print_config_prints_what_would_run(capsys):
     [
         (["--steps", "1e3"], "--steps"),
         (["--steps"], "--steps"),
-        (["--lr", "3"], "--optimizer.lr"),
         (["--checkpoint_format", "zip"], "safetensors_dcp"),
-        (["positional"], "positional"),
     ],
 )
 def test_words_that_do_not_parse_exit_with_2(words, expected, capsys):
@@ -213,6 +213,71 @@ def test_wrong_values_are_reported_in_one_block_and_exit_with_2(words, expected,
     text = capsys.readouterr().err
     for part in expected:
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("--lr 3", "--lr is not a flag of `ptrain train`. Use --optimizer.lr."),
+        ("--learning_rate=3", "Use --optimizer.lr."),
+        ("--scheduler.num_warmup_steps 3", "Use --scheduler.warmup_steps."),
+        ("--per-device-train-batch-size 3", "Use --batch_size."),
+        ("--policy.push_to_hub", "Use --publish.enable."),
+        ("--num_train_epochs 3", "A run counts optimizer updates: use --steps."),
+        ("--stpes 3", "Did you mean --steps?"),
+        ("--policy.dropuot 3", "Did you mean --policy.dropout?"),
+        ("--weight_decay 3", "Did you mean --optimizer.weight_decay?"),
+        ("--dataset.qwerty 3", "`--help` lists all flags."),
+        ("--no-accelerator.tf23", "Did you mean --accelerator.tf32?"),
+        ("positional", "positional does not belong to any flag. Names of flags begin with --."),
+        ("--accelerator.tf32 yes", "--accelerator.tf32 = 'yes', but a boolean takes no value, or "
+         "true or false. Use --accelerator.tf32 or --accelerator.tf32 false."),
+    ],
+)  # fmt: skip
+def test_a_flag_that_does_not_exist_is_met_with_the_one_that_does(words, hint, capsys):
+    assert run(["train", *words.split()]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_every_name_of_another_tool_leads_to_a_flag_that_exists():
+    flags = _flags(TrainCommand())
+    assert {ours.split(" ")[0] for ours in hints._SAME} <= flags.keys()
+    assert not set(hints._NAMES) & flags.keys()
+    assert not set(hints._EXPLAINED) & flags.keys()
+
+
+def test_a_run_folder_as_config_says_both_ways_to_use_it(tmp_path, capsys):
+    (tmp_path / "train_config.json").write_text("{}")
+    assert run(["train", "--config", str(tmp_path)]) == 2
+    assert (
+        f"config = '{tmp_path}' is a folder. Use --config {tmp_path}/train_config.json for a new "
+        f"run with its config, or `ptrain resume {tmp_path}` to go on with it."
+    ) in capsys.readouterr().err
+
+
+WAM_6B = ["--policy.type", "wam", "--policy.preset", "6b"]
+
+
+def test_defaults_of_a_run_follow_its_preset_below_flags_and_files(tmp_path):
+    found = config(*WAM_6B)
+    assert (found.steps, found.optimizer.lr, found.optimizer.betas) == (100_000, 1e-4, (0.9, 0.95))
+    assert (found.scheduler.warmup_steps, found.scheduler.min_lr_ratio) == (2_000, 0.1)
+    over = config(*WAM_6B, "--optimizer.lr=0.001", "--scheduler.warmup-steps", "7")
+    assert (over.optimizer.lr, over.scheduler.warmup_steps, over.steps) == (1e-3, 7, 100_000)
+    assert parse(["plan", *WAM_6B]).command.run.optimizer.lr == 1e-4
+    assert config("--policy.type", "wam").optimizer.lr == 1e-3
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 7\n[policy]\ntype = 'wam'\npreset = '1b'\n[optimizer]\nlr = 0.5\n")
+    found = config("--config", str(file))
+    assert (found.steps, found.optimizer.lr, found.scheduler.warmup_steps) == (7, 0.5, 1_000)
+
+
+def test_defaults_that_follow_a_preset_are_said():
+    (line,) = parse(["train", *WAM_6B, "--steps", "9"]).notes
+    assert line == (
+        "defaults of wam 6b: optimizer.lr 0.0001, optimizer.betas 0.9 0.95, optimizer.weight_decay "
+        "0.01, scheduler.warmup_steps 2000, scheduler.min_lr_ratio 0.1 (flags and files win)"
+    )
 
 
 def test_every_problem_of_a_config_file_is_reported_at_once(tmp_path, capsys):

@@ -22,6 +22,18 @@ def test_a_skipped_update_is_seen_on_the_console():
     assert said.getvalue().endswith("7 samples/s  accuracy 0.25  skipped 1\n")
 
 
+def test_the_console_shows_the_first_the_last_and_every_evaluated_update_with_what_is_left():
+    said = io.StringIO()
+    sink = LineSink(steps=10, start=2, log_freq=4, stream=said)
+    for step in range(3, 11):
+        sink.emit(replace(ROW, step=step, extra={"eval_loss": 0.5} if step == 6 else {}))
+    lines = said.getvalue().splitlines()
+    assert [line.split("/")[0].split()[-1] for line in lines] == ["3", "4", "6", "8", "10"]
+    assert "eval_loss 0.5" in lines[2]
+    # The pace is known from the second update on; after the last nothing is left.
+    assert [" eta 0:00:0" in line for line in lines] == [False, True, True, True, False]
+
+
 class Broken(LineSink):
     """Raises where it is told to, and keeps what it was handed."""
 

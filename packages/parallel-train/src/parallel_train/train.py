@@ -28,9 +28,10 @@ from parallel_train.metrics.mfu import samples_per_s_at_peak
 from parallel_train.metrics.open import open_sinks
 from parallel_train.metrics.sinks import Sinks
 from parallel_train.metrics.trackers import check_tracking
+from parallel_train.run.fit import misfits
 from parallel_train.run.folder import RunFiles
 from parallel_train.run.job import Job, provenance, under_environment
-from parallel_train.run.lines import headline, stopped_before, summary
+from parallel_train.run.lines import headline, overview, stopped_before, summary
 from parallel_train.run.loop import Loop
 from parallel_train.run.prepare import fill, prepare
 from parallel_train.run.same_data import TrainedBefore, sizes
@@ -168,6 +169,10 @@ def _make_ready(
         data_sizes=sizes(task.dataset),
         peak_samples_per_s=peak,
     )
+    notes += [
+        *misfits(config),
+        *overview(config, decided.topology, task, prepared.model, engine.device),
+    ]
     return loop, [*notes, headline(decided, task.num_parameters)]
 
 

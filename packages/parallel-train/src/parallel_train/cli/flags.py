@@ -88,6 +88,12 @@ def value_of(argv: Sequence[str], name: str) -> str | None:
     return found
 
 
+def name_of(token: str) -> str | None:
+    """The flag's name (dotted, underscores, without a negation), None for what is not a flag."""
+    name = _split(token)[0]
+    return None if name is None else name.removeprefix("no.")
+
+
 def seconds(name: str, value: float | str) -> float:
     """Read a time to wait for.
 

@@ -27,7 +27,9 @@ from parallel_train.cli.commands import (
     TrainCommand,
     VerifyCommand,
 )
+from parallel_train.cli.hints import stray_words, unknown_flags
 from parallel_train.cli.mappings import mappings
+from parallel_train.cli.run_defaults import with_run_defaults
 from parallel_train.config import SCHEMA, TrainConfig, read_config
 from parallel_train.policies.registry import POLICIES
 
@@ -78,11 +80,14 @@ def parse(argv: Sequence[str]) -> Parsed:
     name = argv[0] if argv else ""
     words = list(argv[1:])
     default, notes, saved = _default(name, words)
+    flags = _flags(default)
+    if name in COMMANDS:
+        _refuse_unknown(name, words, flags)
     # tyro stops at the first error; sections report theirs here instead, so that all are shown.
     with collect_problems() as problems:
         command = tyro.cli(
             _command_type(name, default),
-            args=[*argv[:1], *argv_flags.normalize(words, _flags(default))],
+            args=[*argv[:1], *argv_flags.normalize(words, flags)],
             prog="ptrain",
             description=DESCRIPTION,
             use_underscores=True,
@@ -92,13 +97,29 @@ def parse(argv: Sequence[str]) -> Parsed:
     problems.extend(_empty_words(command))
     if problems:
         raise ConfigError(problems)
-    return Parsed(
-        command=command,
-        argv=tuple(argv),
-        in_file=frozenset(_leaves(_document(name, words))),
-        notes=notes,
-        saved=saved,
-    )
+    in_file = frozenset(_leaves(_document(name, words)))
+    if name in ("train", "plan") and saved is None:  # a checkpoint's config says everything
+        run, lines = with_run_defaults(
+            command.run, lambda path: path in in_file or argv_flags.is_given(words, path)
+        )
+        command, notes = dataclasses.replace(command, run=run), (*notes, *lines)
+    return Parsed(command=command, argv=tuple(argv), in_file=in_file, notes=notes, saved=saved)
+
+
+def _refuse_unknown(name: str, words: Sequence[str], flags: dict[str, int]) -> None:
+    """Flags that do not exist, before tyro: it knows neither our other names nor other tools'.
+
+    Raises:
+        ConfigError: one for each of them.
+    """
+    if {"-h", "--help"} & set(words):
+        return
+    problems = list(unknown_flags(words, flags, name))
+    if not problems and name in ("train", "plan", "resume", "doctor"):
+        # The others have a positional that a boolean may stand before.
+        problems = list(stray_words(words, flags, allowed=int(name == "resume")))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _command_type(name: str, default: Any) -> Any:
@@ -127,6 +148,7 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...], SavedRu
         loaded = Loaded(TrainConfig())
         if file is not None:
             _refuse_empty("config", file)
+            _refuse_folder(file)
             loaded = read_config(Path(file).expanduser(), trusted=True)
         saved = None
         if name == "train":
@@ -241,6 +263,19 @@ def _empty_words(command: Any) -> Iterator[Problem]:
             yield _empty(field.name.replace("policy_type", "policy.type"), value, has_default)
 
 
+def _refuse_folder(file: str) -> None:
+    path = Path(file).expanduser()
+    if not path.is_dir():
+        return
+    way = "Name a .json or .toml file."
+    if (path / "train_config.json").is_file():
+        way = (
+            f"Use --config {path / 'train_config.json'} for a new run with its config, or `ptrain "
+            f"resume {path}` to go on with it."
+        )
+    raise ConfigError(Problem("config", f"= {file!r} is a folder.", way))
+
+
 def _refuse_empty(name: str, value: str) -> None:
     if not value.strip():
         raise ConfigError(_empty(name, value))
@@ -284,6 +319,7 @@ def _flags(*commands: Any) -> dict[str, int]:
                 PublishCommand(path="", repo_id=""),
                 DoctorCommand(),
             )
+            table["policy.type"] = table.pop("policy_type")
             continue
         for name, arity in argv_flags.flag_table(command).items():
             table[name.removeprefix("run.").removeprefix("launch.")] = arity

@@ -84,9 +84,19 @@ def start(parsed: Parsed, job: Callable[[Parsed], Job]) -> int:
         return fail(error, f"ptrain {parsed.argv[0]}")
     nproc = command.launch.nproc_per_node
     with shielded():
+        # Importing torch and opening data take their time: a person should see a sign at once.
+        if facts.is_main and facts.launcher_fd is None:
+            ranks = nproc or facts.world_size
+            print(f"starting {_what(parsed)} on {ranks} rank(s)", flush=True)
         if nproc is None:
             return _work(parsed, facts, job)
         return _launch(parsed, facts, nproc)
+
+
+def _what(parsed: Parsed) -> str:
+    """What is trained, in words: `act to 400 updates`."""
+    config = parsed.command.run
+    return f"{parsed.command.policy_type} to {config.steps:,} updates"
 
 
 def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import errno
 import json
 import sys
@@ -144,20 +145,53 @@ class JsonlSink:
             raise OSError(errno.ENOSPC, f"{lost:,} updates are missing in it")
 
 
+class Due:
+    """Which updates are shown, and how long the rest takes."""
+
+    def __init__(self, steps: int, start: int, log_freq: int) -> None:
+        self._steps, self._start, self._log_freq = steps, start, log_freq
+        self._first: tuple[int, float] | None = None
+
+    def is_due(self, row: Row) -> bool:
+        """Every `log_freq`-th update, the first and the last, and each with an evaluation."""
+        # The first one says that training has begun and how fast; the last one's loss is what
+        # people look for.
+        return (
+            row.step % self._log_freq == 0
+            or row.step in (self._start + 1, self._steps)
+            or any(name.startswith("eval_") for name in row.extra)
+        )
+
+    def seen(self, step: int) -> None:
+        """Start the clock at the first update: it alone pays for starting and compiling."""
+        if self._first is None:
+            self._first = (step, time.monotonic())
+
+    def left(self, step: int) -> str:
+        """`  eta 1:02:03` from the mean pace so far, evaluations and saves included."""
+        if self._first is None or step <= self._first[0] or step >= self._steps:
+            return ""
+        pace = (time.monotonic() - self._first[1]) / (step - self._first[0])
+        seconds = round(pace * (self._steps - step))
+        return f"  eta {datetime.timedelta(seconds=seconds)}"
+
+
 class LineSink:
     """Plain lines, for logs and pipes."""
 
     name = "the console"
 
-    def __init__(self, *, steps: int, log_freq: int, stream: IO[str] | None = None) -> None:
-        self._steps, self._log_freq = steps, log_freq
+    def __init__(
+        self, *, steps: int, log_freq: int, start: int = 0, stream: IO[str] | None = None
+    ) -> None:
+        self._due, self._steps = Due(steps, start, log_freq), steps
         self._stream = stream or sys.stdout
 
     def emit(self, row: Row) -> None:
-        """Print every `log_freq`-th update and the last one."""
-        # The last update too: its loss is what people look for.
-        if row.step % self._log_freq == 0 or row.step == self._steps:
-            self.note(_line(row, self._steps))
+        """Print the updates that `Due` names, with the time that is left."""
+        self._due.seen(row.step)
+        if self._due.is_due(row):
+            self.note(_line(row, self._steps) + self._due.left(row.step))
 
     def note(self, line: str) -> None:
         """Print the line."""
@@ -173,7 +207,7 @@ class ProgressSink:
     name = "the console"
 
     def __init__(self, *, steps: int, start: int, log_freq: int) -> None:
-        self._steps, self._log_freq = steps, log_freq
+        self._due, self._steps = Due(steps, start, log_freq), steps
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -189,7 +223,7 @@ class ProgressSink:
         """Move the bar."""
         numbers = f"loss {row.loss:.4f}  lr {row.lr:.2e}  {row.samples_per_s:.0f} samples/s"
         self._progress.update(self._task, completed=row.step, numbers=numbers)
-        if row.step % self._log_freq == 0 or row.step == self._steps:
+        if self._due.is_due(row):
             self.note(_line(row, self._steps))
 
     def note(self, line: str) -> None:
@@ -270,7 +304,7 @@ def console_sink(*, steps: int, start: int, log_freq: int) -> Sink:
     # A file or a pipe would get the bar's escape codes.
     if sys.stdout.isatty():
         return ProgressSink(steps=steps, start=start, log_freq=log_freq)
-    return LineSink(steps=steps, log_freq=log_freq)
+    return LineSink(steps=steps, start=start, log_freq=log_freq)
 
 
 class Stopwatch:

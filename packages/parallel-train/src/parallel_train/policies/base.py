@@ -37,3 +37,10 @@ class PolicyConfig:
         The longest prefix that matches a feature's name decides; other features stay as they are.
         """
         return {}
+
+    def run_defaults(self) -> dict[str, object]:
+        """What a run of this policy takes for values that neither a flag nor a file gives.
+
+        By path in the run's config, such as `optimizer.lr`. A resumed run keeps its own.
+        """
+        return {}

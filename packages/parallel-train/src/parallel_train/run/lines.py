@@ -3,9 +3,58 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
+from collections.abc import Iterator
 
+import torch
+from torch import nn
+
+from parallel_config import Topology
+from parallel_engine.wrapping import unit_sizes
+from parallel_train.config import TrainConfig
+from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.policies.registry import POLICIES
+from parallel_train.run.adapt import global_batch
 from parallel_train.run.start import DecidedJob
+from parallel_train.run.task import Task
+
+
+def overview(
+    config: TrainConfig, topology: Topology, task: Task, model: nn.Module, device: torch.device
+) -> Iterator[str]:
+    """What is about to run, before its first update: data, batch, devices, wrap units.
+
+    `model` is what the engine made of the task's.
+    """
+    held_out = ""
+    if task.held_out is not None:
+        data = task.held_out.loader.dataset
+        assert isinstance(data, LeRobotDataset)
+        held_out = f"; held out: {_extent(data)}"
+    yield f"data: {_extent(task.dataset)} of {config.dataset.folder}{held_out}"
+    batch = global_batch(config, topology)
+    accumulation = config.accelerator.gradient_accumulation.steps
+    passes = batch * config.steps / max(1, len(task.dataset))
+    yield (
+        f"global batch: {batch:,} samples = batch_size {config.batch_size} x "
+        f"{topology.dp_world_size} rank(s) x {accumulation} micro-batch(es); {config.steps:,} "
+        f"updates see the data {passes:.3g} times"
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    precision = config.accelerator.mixed_precision
+    yield f"devices: {topology.world_size} x {name}, mixed_precision {precision}"
+    if topology.dp_shard > 1:
+        units = Counter(type(model.get_submodule(u)).__name__ for u in unit_sizes(model) if u)
+        yield "wrap units: " + ", ".join(f"{count} {_bare(n)}" for n, count in units.items())
+    yield "the first update is shown as soon as it is done; it is slower than those after it"
+
+
+def _extent(dataset: LeRobotDataset) -> str:
+    return f"{len(dataset):,} frames in {dataset.num_episodes:,} episode(s)"
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("FSDP")  # torch renames the class of a unit so
 
 
 def headline(job: DecidedJob, num_parameters: int) -> str:

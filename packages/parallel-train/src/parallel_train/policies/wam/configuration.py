@@ -72,6 +72,28 @@ PRESETS = {
 }
 """By name; the number is the count of parameters, roughly."""
 
+# What large transformers are trained with: a peak that falls with the size, a warm-up, and a second
+# moment that forgets faster. `tiny` takes the run's own defaults.
+RUN_DEFAULTS: dict[str, dict[str, object]] = {
+    "tiny": {},
+    **{
+        name: {
+            "steps": steps,
+            "optimizer.lr": lr,
+            "optimizer.betas": (0.9, 0.95),
+            "optimizer.weight_decay": 0.01,
+            "scheduler.warmup_steps": warmup_steps,
+            "scheduler.min_lr_ratio": 0.1,
+        }
+        for name, steps, lr, warmup_steps in (
+            ("100m", 20_000, 3e-4, 500),
+            ("1b", 50_000, 2e-4, 1_000),
+            ("6b", 100_000, 1e-4, 2_000),
+        )
+    },
+}
+"""Of a run, by preset: paths in its config and their values."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WAMConfig(PolicyConfig):
@@ -191,6 +213,10 @@ class WAMConfig(PolicyConfig):
                 "no other feature is checked and normalized.",
                 f"Use --dataset.rename {strange[0]}=observation.{strange[0]}, and that name.",
             )
+
+    def run_defaults(self) -> dict[str, object]:
+        """Learning rate, schedule and length that go with the preset."""
+        return dict(RUN_DEFAULTS[self.preset])
 
     def _problems(self) -> Iterator[Problem]:
         for name in _POSITIVE:
