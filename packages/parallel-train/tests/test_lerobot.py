@@ -189,7 +189,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tasks": (_delete("meta/tasks.parquet"), r"meta/tasks.parquet is missing"),
     "no episodes folder": (_delete("meta/episodes"), r"meta/episodes does not hold a parquet file"),
     "torn parquet": (_write(FRAMES, "PAR1 torn"), r"file-000.parquet cannot be read"),
-    "half the frames": (_drop_frames, r"hold 70 frames, but meta/episodes says 75"),
+    "half the frames": (_drop_frames, r"hold 70 frames of the 75 .* frame 70 \(of episode 2\)"),
     "wrong width": (_feature("action", [3]), r"'action' is declared with shape \[3\].*holds 2 val"),
     "no episodes": (_no_episodes, r"it does not have any episodes"),
     "empty episode": (_empty_episode, r"episodes \[1\] do not have any frames"),
@@ -202,7 +202,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"observation.state\[0\] is inf in episode 0, frame 3",
     ),
     "null action": (_cell("action", 5, None), r"action is empty in 1 frames"),
-    "wrong numbering": (_cell("index", 5, 6), r"frame 5 has index = 6, but .* makes it 5"),
+    "wrong numbering": (_cell("index", 5, 6), r"frame 6 is there twice.* in data/chunk-000"),
     "unknown task": (_cell("task_index", 9, 2), r"task_index reaches 2.* has 2 tasks"),
     "no statistics": (
         _delete("meta/stats.json"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +14,9 @@ from torch import Tensor
 from parallel_config import ConfigError, Problem
 from parallel_train.data.frames import Indices
 from parallel_train.data.metadata import Metadata, VideoSpan, folder_error
+from parallel_train.data.pictures import FEW, MANY, PictureSample
 from parallel_train.data.stats import Stats
-from parallel_train.data.video import VideoFrames
+from parallel_train.data.video import Span, VideoFrames
 
 
 class Cameras:
@@ -26,9 +29,11 @@ class Cameras:
             pictures by; that frame k is at k / fps is checked when the dataset is opened.
         names: Cameras to read, by the policy's names.
         tolerance_s: How far a picture's time may lie from the frame's.
+        episodes: Places in `metadata.episodes` of those that may be read; None means all.
 
     Raises:
-        ConfigError: no such camera, a format that is not read, or a missing file.
+        ConfigError: no such camera, a format that is not read, or a file that is missing, damaged,
+            too short or of another size than the others.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class Cameras:
         frame_index: npt.NDArray[np.int64],
         names: Sequence[str],
         tolerance_s: float,
+        episodes: Sequence[int] | None = None,
     ) -> None:
         for name in names:
             _check(metadata, name)
@@ -47,13 +53,68 @@ class Cameras:
         names = [stored[name] for name in names]
         self.names = tuple(names)
         """By the dataset's names."""
-        self.stats = {name: _stats(metadata, name) for name in names}
-        """Per channel, of values in [0, 1]: arrays of shape [3, 1, 1]."""
         self._video = VideoFrames(metadata.root, metadata.spec.fps, tolerance_s) if names else None
-        # A missing file must show now, not in the middle of the first epoch.
-        for file in sorted({self._span(e, n).file for e in range(len(lengths)) for n in names}):
-            assert self._video is not None
-            self._video.check(file)
+        self._episodes = range(len(lengths)) if episodes is None else sorted(set(episodes))
+        # A file that is missing or too short must show now, not in the middle of the first epoch.
+        self.sizes = {name: self._checked_size(name) for name in self.names}
+        """Height and width of the pictures, from the videos."""
+
+    def statistics(
+        self, name: str, chosen: Indices, source: Literal["file", "data"], *, demanded: bool
+    ) -> Stats | None:
+        """Per channel, of values in [0, 1]: arrays of shape [3, 1, 1].
+
+        "file" takes those of `meta/stats.json` and compares them with a sample of the pictures;
+        "data" computes them from a larger one, of the frames `chosen`. None where they are not
+        `demanded` and not there.
+
+        Raises:
+            ConfigError: they are demanded, and missing or not those of the pictures.
+        """
+        read = partial(self._bytes, name)
+        if source == "data":
+            # Decoding takes time, and what is not normalized does not need them.
+            return PictureSample.of(read, chosen, MANY).stats if demanded else None
+        try:
+            stats = _file_stats(self._metadata, name)
+            rows = self._rows()
+            sample = PictureSample.of(read, rows, FEW)
+            wrong = sample.disagreement(stats, of_all=len(rows) == self._metadata.num_frames)
+            if wrong:
+                raise _stats_error(self._metadata, name, wrong)
+        except ConfigError:
+            if demanded:
+                raise
+            return None
+        return stats
+
+    def _rows(self) -> Indices:
+        episodes = [self._metadata.episodes[place] for place in self._episodes]
+        return np.concatenate([np.arange(e.first, e.end) for e in episodes])
+
+    def _bytes(self, name: str, rows: Indices) -> npt.NDArray[np.uint8]:
+        return self.read(name, rows).numpy()
+
+    def _checked_size(self, name: str) -> tuple[int, int]:
+        """The size of a camera's pictures; each of its files is compared with its episodes."""
+        assert self._video is not None
+        spans: dict[str, list[Span]] = {}
+        for place in self._episodes:
+            episode = self._metadata.episodes[place]
+            file, from_s = episode.videos[name].file, episode.videos[name].from_s
+            span = Span(episode.number, from_s, episode.end - episode.first)
+            spans.setdefault(file, []).append(span)
+        sizes = {file: self._video.check(file, part) for file, part in sorted(spans.items())}
+        (first, size), *others = sizes.items()
+        for file, other in others:
+            if other != size:
+                raise folder_error(
+                    self._metadata.root,
+                    f"pictures of {name} are {size[0]} x {size[1]} in {first}, but {other[0]} x "
+                    f"{other[1]} in {file}.",
+                    "Record them in one size, or choose episodes of one size: --dataset.episodes.",
+                )
+        return size
 
     def read(self, name: str, rows: Indices) -> Tensor:
         """Pictures of the frames `rows` (any shape): uint8 [*rows.shape, 3, height, width]."""
@@ -92,6 +153,14 @@ def _check(metadata: Metadata, name: str) -> None:
                 "this name.",
             )
         )
+    height, width, *channels = metadata.policy_spec.features[name].shape
+    if channels != [3]:
+        raise folder_error(
+            metadata.root,
+            f"camera {name!r} is declared with shape {[height, width, *channels]}: it is not a "
+            "colour picture of 3 channels.",
+            "Leave it out of --policy.cameras; depth maps are not read as colour.",
+        )
     if metadata.policy_spec.features[name].dtype != "video":
         raise folder_error(
             metadata.root,
@@ -100,13 +169,20 @@ def _check(metadata: Metadata, name: str) -> None:
         )
 
 
-def _stats(metadata: Metadata, name: str) -> Stats:
+def _file_stats(metadata: Metadata, name: str) -> Stats:
     entry = metadata.stats.get(name)
+    if not isinstance(entry, dict):
+        raise _stats_error(metadata, name, "there are none")
     try:
-        return Stats.from_plain(entry if isinstance(entry, dict) else {}, (3, 1, 1))
+        return Stats.from_plain(entry, (3, 1, 1))
     except ValueError as error:
-        raise folder_error(
-            metadata.root,
-            f"meta/stats.json: {name}: {error}.",
-            "Compute its statistics with LeRobot's tools.",
-        ) from error
+        raise _stats_error(metadata, name, str(error)) from error
+
+
+def _stats_error(metadata: Metadata, name: str, message: str) -> ConfigError:
+    return folder_error(
+        metadata.root,
+        f"meta/stats.json: statistics of {name}: {message}.",
+        "Use --dataset.stats data to compute them from the frames, or do without: "
+        "--policy.image_normalization identity.",
+    )

@@ -30,10 +30,11 @@ class DatasetConfig:
     both names."""
     stats: Literal["file", "data"] = "file"
     """Where the statistics for normalization come from. "file" takes meta/stats.json, which covers
-    all episodes, and checks it against the frames. "data" computes them from the episodes that are
-    trained on. Those of cameras always come from the file."""
+    all episodes, and checks it against the frames and a sample of the pictures. "data" computes
+    them from the episodes that are trained on, those of cameras from a sample of their pictures."""
     tolerance_s: float = 1e-4
-    """Largest distance, in seconds, between a timestamp and its frame."""
+    """Largest distance, in seconds, between a timestamp and its frame, below half a frame. The
+    nearest frame is always taken; the tolerance only refuses."""
     num_workers: int | None = None
     """Loader processes per rank; 0 loads in the training process. None: 4 on a GPU, else 0."""
     prefetch_factor: int = 2

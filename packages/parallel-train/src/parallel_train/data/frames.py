@@ -2,64 +2,170 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from parallel_config import ConfigError, Problem
-from parallel_train.data.metadata import BOOKKEEPING, Episode, Metadata, folder_error, read_table
-from parallel_train.data.spec import ACTION, Feature
+from parallel_train.data.metadata import (
+    BOOKKEEPING,
+    COPY,
+    Episode,
+    Metadata,
+    folder_error,
+    read_table,
+)
+from parallel_train.data.spec import NUMBERS, Feature, is_learned
 from parallel_train.data.stats import Stats
 
 Column = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 _DTYPES = {
-    "float32": np.float32,
-    "float64": np.float32,
-    "int64": np.int64,
-    "int32": np.int64,
-    "bool": np.bool_,
+    name: np.float32 if name.startswith("float") else np.bool_ if name == "bool" else np.int64
+    for name in NUMBERS
 }
 """Dtypes of info.json that are read, and what they become."""
-_COPY = "Copy the dataset again."
+IsRead = Callable[[str], bool]
+"""Whether a policy reads the feature of that (policy's) name."""
 
 
-def read_frames(metadata: Metadata) -> dict[str, Column]:
-    """Every column of numbers, as [frames] for the bookkeeping and [frames, *shape] otherwise.
+@dataclass(frozen=True)
+class Loaded:
+    """The numbers of a dataset, by frame."""
+
+    columns: dict[str, Column]
+    """[frames] for the bookkeeping and [frames, *shape] otherwise; 0 where a frame is not there."""
+    present: npt.NDArray[np.bool_]
+    """Which frames were read: [frames]."""
+    left_out: dict[str, str]
+    """Columns that are not read and could not be: by name, why."""
+
+
+def read_frames(
+    metadata: Metadata, episodes: Sequence[int] | None = None, is_read: IsRead = is_learned
+) -> Loaded:
+    """Every column of numbers of the files that hold the frames of `episodes` (None: of all).
+
+    A frame is known by its `index`, whatever file the metadata say that it lies in. Columns that
+    the policy does not read are left out where they are damaged.
 
     Raises:
-        ConfigError: a file or column is missing, damaged, or of another shape than declared.
+        ConfigError: a file, a frame or a column is missing, damaged, or of another shape than
+            declared.
     """
-    wanted = {
-        name: feature
-        for name, feature in metadata.spec.features.items()
-        if feature.dtype in _DTYPES
-    }
-    # In the order of the episodes, so that the parts join in the order of the frames.
-    files = list(dict.fromkeys(episode.data_file for episode in metadata.episodes))
-    parts = [_read_file(metadata, file, wanted) for file in files]
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in wanted}
-    found = len(columns["index"])
-    if found != metadata.num_frames:
+    wanted = select_frames(metadata, episodes)
+    reader = _Reader(metadata, is_read)
+    chosen = None if episodes is None else set(episodes)
+    named = [e.data_file for e in metadata.episodes if chosen is None or e.number in chosen]
+    missing_files = [file for file in dict.fromkeys(named) if not reader.read(file, None)]
+    if not reader.present[wanted].all():
+        # An entry of meta/episodes may name another file: LeRobot's own reader takes all of them.
+        for path in sorted((metadata.root / "data").rglob("*.parquet")):
+            reader.read(path.relative_to(metadata.root).as_posix(), wanted)
+    missing = wanted[~reader.present[wanted]]
+    if missing.size:
+        if missing_files:
+            raise folder_error(metadata.root, f"{missing_files[0]} is missing.", COPY)
+        held = int(reader.present.sum())
         raise folder_error(
             metadata.root,
-            f"its data files hold {found} frames, but meta/episodes says {metadata.num_frames}.",
-            _COPY,
+            f"its data files hold {held} frames of the {metadata.num_frames} that meta/episodes "
+            f"says: frame {missing[0]} (of episode {_episode_of(metadata, missing[0])}) is in none "
+            f"of them, nor are {missing.size - 1} others.",
+            "Copy the dataset again, or leave the episode out: --dataset.episodes with the others.",
         )
-    _check_numbering(metadata, columns)
-    return columns
+    _check_numbering(metadata, reader.columns, reader.present)
+    return Loaded(reader.columns, reader.present, reader.left_out)
 
 
-def check_values(metadata: Metadata, columns: Mapping[str, Column], frames: Indices) -> None:
-    """Every observation and action of `frames` is a finite number.
+class _Reader:
+    """Puts the rows of data files at their places."""
+
+    def __init__(self, metadata: Metadata, is_read: IsRead) -> None:
+        self._metadata, self._is_read, self._files = metadata, is_read, set[str]()
+        count = metadata.num_frames
+        self._features = {n: f for n, f in metadata.spec.features.items() if f.dtype in _DTYPES}
+        # Pages of zeros that are never written do not take memory: of a large dataset, only the
+        # chosen episodes do.
+        self.columns: dict[str, Column] = {
+            name: np.zeros((count, *_shape(name, f)), _DTYPES[f.dtype])
+            for name, f in self._features.items()
+        }
+        self.present = np.zeros(count, np.bool_)
+        self.left_out: dict[str, str] = {}
+
+    def read(self, file: str, missing: Indices | None) -> bool:
+        """Read a file, if it is there; with `missing`, only if it holds one of these frames."""
+        if file in self._files or not (self._metadata.root / file).is_file():
+            return file in self._files
+        if missing is not None:
+            held = read_table(self._metadata.root, file, ["index"])
+            if "index" not in held.column_names or not np.isin(missing, held["index"]).any():
+                return False
+        self._files.add(file)
+        table = read_table(self._metadata.root, file, list(self._features))
+        rows = self._rows(table, file)
+        for name, feature in list(self._features.items()):
+            try:
+                self.columns[name][rows] = _column(self._metadata, table, file, name, feature)
+            except ConfigError as error:
+                if name in BOOKKEEPING or self._is_read(self._metadata.rename.get(name, name)):
+                    raise
+                self.left_out[name] = error.problems[0].message.partition(": ")[2]
+                del self._features[name], self.columns[name]
+        self.present[rows] = True
+        return True
+
+    def _rows(self, table: pa.Table, file: str) -> Indices:
+        """The index of each row, which no other row may have."""
+        feature = self._features["index"]
+        rows: Indices = _column(self._metadata, table, file, "index", feature)
+        outside = np.flatnonzero((rows < 0) | (rows >= len(self.present)))
+        if outside.size:
+            raise folder_error(
+                self._metadata.root,
+                f"{file} has a frame of index {rows[outside[0]]}, but meta/episodes has "
+                f"{len(self.present)} frames.",
+                COPY,
+            )
+        values, counts = np.unique(rows, return_counts=True)
+        twice = values[(counts > 1) | self.present[values]]
+        if twice.size:
+            raise folder_error(
+                self._metadata.root,
+                f"frame {twice[0]} is there twice, the second time in {file} "
+                f"({twice.size} such frames).",
+                "Remove the file that was left over, or copy the dataset again.",
+            )
+        return rows
+
+
+def _shape(name: str, feature: Feature) -> tuple[int, ...]:
+    # info.json declares [1] for the bookkeeping, which is read as plain numbers.
+    return () if name in BOOKKEEPING else feature.shape
+
+
+def _episode_of(metadata: Metadata, frame: int) -> int:
+    return next(e.number for e in metadata.episodes if e.first <= frame < e.end)
+
+
+def check_values(
+    metadata: Metadata,
+    columns: Mapping[str, Column],
+    frames: Indices,
+    is_read: IsRead = is_learned,
+) -> None:
+    """Every observation and action of `frames` that is read is a finite number.
 
     Raises:
         ConfigError: naming feature, episode and frame of the first that is not.
     """
-    for name in learned(metadata, columns):
+    for name in learned(metadata, columns, is_read):
         values = columns[name][frames].reshape(len(frames), -1)
         bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if bad.size:
@@ -76,17 +182,18 @@ def check_values(metadata: Metadata, columns: Mapping[str, Column], frames: Indi
             )
 
 
-def check_timestamps(
-    metadata: Metadata, columns: Mapping[str, Column], *, tolerance_s: float
-) -> None:
+def check_timestamps(metadata: Metadata, loaded: Loaded, *, tolerance_s: float) -> None:
     """Frame `k` of an episode is at `k / fps` seconds.
 
     Raises:
         ConfigError: naming the first frame that is not.
     """
+    columns = loaded.columns
     expected = columns["frame_index"] / metadata.spec.fps
     rounding = np.spacing(expected.astype(np.float32))  # timestamps are stored as float32
-    far = np.flatnonzero(np.abs(columns["timestamp"] - expected) > tolerance_s + rounding)
+    # "not <=": NaN is refused too.
+    near = np.abs(columns["timestamp"] - expected) <= tolerance_s + rounding
+    far = np.flatnonzero(~near & loaded.present)
     if far.size:
         row = far[0]
         raise folder_error(
@@ -94,7 +201,8 @@ def check_timestamps(
             f"frame {columns['frame_index'][row]} of episode {columns['episode_index'][row]} is at "
             f"{columns['timestamp'][row]:.6f} s, but at {metadata.spec.fps:g} fps it belongs at "
             f"{expected[row]:.6f} s ({far.size} such frames).",
-            "Mend fps in meta/info.json, or allow more with --dataset.tolerance_s.",
+            "Mend fps in meta/info.json, or allow more with --dataset.tolerance_s, below half a "
+            f"frame ({0.5 / metadata.spec.fps:g} s).",
         )
 
 
@@ -121,37 +229,55 @@ def select_frames(metadata: Metadata, episodes: Sequence[int] | None) -> Indices
     return np.concatenate([np.arange(episode.first, episode.end) for episode in chosen])
 
 
-def file_stats(metadata: Metadata, columns: Mapping[str, Column]) -> dict[str, Stats]:
+def file_stats(
+    metadata: Metadata, loaded: Loaded, chosen: Indices, is_demanded: IsRead = is_learned
+) -> dict[str, Stats]:
     """Statistics of observations and actions from `meta/stats.json`, checked against the frames.
 
+    Of features that are not demanded, those that are right.
+
     Raises:
-        ConfigError: they are missing or disagree with the frames.
+        ConfigError: demanded ones are missing or disagree with the frames.
     """
-    way = "Use --dataset.stats data to compute them from the frames."
     stats: dict[str, Stats] = {}
-    for name in learned(metadata, columns):
-        entry = metadata.stats.get(name)
-        if not isinstance(entry, dict):
-            raise folder_error(
-                metadata.root, f"meta/stats.json does not have statistics of {name}.", way
-            )
+    for name in learned(metadata, loaded.columns):
         try:
-            stats[name] = Stats.from_plain(entry, columns[name].shape[1:])
-        except ValueError as error:
-            raise folder_error(metadata.root, f"meta/stats.json: {name}: {error}.", way) from error
-        # stats.json covers all episodes, so it is compared with all frames and not with the chosen
-        # ones.
-        disagreement = stats[name].disagreement(Stats.of(columns[name]))
-        if disagreement:
-            raise folder_error(metadata.root, f"meta/stats.json: {name}: {disagreement}.", way)
+            stats[name] = _of_file(metadata, loaded, chosen, name)
+        except ConfigError:
+            if is_demanded(metadata.rename.get(name, name)):
+                raise
     return stats
 
 
-def learned(metadata: Metadata, columns: Mapping[str, Column]) -> list[str]:
-    """The float columns that are actions or observations under the policy's names."""
+def _of_file(metadata: Metadata, loaded: Loaded, chosen: Indices, name: str) -> Stats:
+    way = "Use --dataset.stats data to compute them from the frames."
+    column, entry = loaded.columns[name], metadata.stats.get(name)
+    if not isinstance(entry, dict):
+        raise folder_error(
+            metadata.root, f"meta/stats.json does not have statistics of {name}.", way
+        )
+    try:
+        found = Stats.from_plain(entry, column.shape[1:])
+    except ValueError as error:
+        raise folder_error(metadata.root, f"meta/stats.json: {name}: {error}.", way) from error
+    # stats.json covers all episodes. Where they were all read, they are compared; of some, only the
+    # range can be.
+    if loaded.present.all() and np.isfinite(column).all():
+        wrong = found.disagreement(Stats.of(column))
+    else:
+        wrong = found.too_narrow(Stats.of(column[chosen]))
+    if wrong:
+        raise folder_error(metadata.root, f"meta/stats.json: {name}: {wrong}.", way)
+    return found
+
+
+def learned(
+    metadata: Metadata, columns: Mapping[str, Column], is_read: IsRead = is_learned
+) -> list[str]:
+    """The float columns that are actions or observations under the policy's names, and are read."""
     floats = [name for name, column in columns.items() if column.dtype == np.float32]
     seen_as = {name: metadata.rename.get(name, name) for name in floats}
-    return [n for n, seen in seen_as.items() if seen == ACTION or seen.startswith("observation.")]
+    return [n for n, seen in seen_as.items() if is_learned(seen) and is_read(seen)]
 
 
 def episode_bounds(episodes: Sequence[Episode]) -> tuple[Indices, Indices]:
@@ -162,24 +288,25 @@ def episode_bounds(episodes: Sequence[Episode]) -> tuple[Indices, Indices]:
     return first, end
 
 
-def _read_file(metadata: Metadata, file: str, wanted: Mapping[str, Feature]) -> dict[str, Column]:
-    table = read_table(metadata.root, file)
-    return {name: _column(metadata, table, file, name, f) for name, f in wanted.items()}
-
-
 def _column(metadata: Metadata, table: pa.Table, file: str, name: str, feature: Feature) -> Column:
     if name not in table.column_names:
         raise folder_error(
             metadata.root,
             f"{file} does not have the column {name!r} that meta/info.json declares.",
-            _COPY,
+            COPY,
         )
     column = table[name].combine_chunks()
     if column.null_count:
         raise folder_error(metadata.root, f"{file}: {name} is empty in {column.null_count} frames.")
-    values, widths = _flat(column)
-    # info.json declares [1] for these, and they are read as plain numbers.
-    shape = () if name in BOOKKEEPING else feature.shape
+    values, widths, kind = _flat(column)
+    if values is None:
+        raise folder_error(
+            metadata.root,
+            f"{file}: {name} holds values of Arrow type {kind}, but meta/info.json declares "
+            f"{feature.dtype}: a number, or lists of numbers.",
+            "Write the column as numbers or lists of them, or mend meta/info.json.",
+        )
+    shape = _shape(name, feature)
     width = int(np.prod(shape, dtype=np.int64))
     # A file without rows has no widths to compare.
     if widths != {width} and table.num_rows:
@@ -189,44 +316,79 @@ def _column(metadata: Metadata, table: pa.Table, file: str, name: str, feature: 
             f"{' or '.join(str(w) for w in sorted(widths)[:5])} values per frame.",
             "Mend meta/info.json, or record again.",
         )
-    return values.astype(_DTYPES[feature.dtype], copy=False).reshape(table.num_rows, *shape)
+    cast: Column = values.astype(_DTYPES[feature.dtype], copy=False)
+    # 0.7 that is declared int64 would become 0.
+    if cast.dtype.kind in "ib" and values.dtype.kind != cast.dtype.kind:
+        changed = np.flatnonzero(cast != values)
+        if changed.size:
+            raise folder_error(
+                metadata.root,
+                f"{file}: {name} holds {values[changed[0]]}, but meta/info.json declares "
+                f"{feature.dtype}.",
+                "Mend the dtype in meta/info.json.",
+            )
+    return cast.reshape(table.num_rows, *shape)
 
 
-def _flat(column: Any) -> tuple[Column, set[int]]:
-    """All values of a column one after another, and how many a frame has."""
+def _flat(column: Any) -> tuple[Column | None, set[int], Any]:
+    """All values of a column one after another, how many a frame has, and their Arrow type.
+
+    Writers differ: lists of fixed, small or large size, views of lists, dictionaries, and types of
+    their own (a matrix per frame). None stands for values that are not numbers.
+    """
     widths = {1}
-    while pa.types.is_fixed_size_list(column.type) or pa.types.is_list(column.type):
-        lengths = set(pa.compute.list_value_length(column).to_pylist())
-        # Lists may lie in lists: a matrix per frame.
-        widths = {outer * inner for outer in widths for inner in lengths}
-        column = column.flatten()
-    return column.to_numpy(zero_copy_only=False), widths
+    while True:
+        kind = column.type
+        if isinstance(kind, pa.BaseExtensionType):
+            column = column.storage
+        elif pa.types.is_dictionary(kind):
+            column = column.dictionary_decode()
+        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+            column = pa.array(column.to_pylist(), pa.list_(kind.value_type))
+        elif (
+            pa.types.is_fixed_size_list(kind)
+            or pa.types.is_list(kind)
+            or pa.types.is_large_list(kind)
+        ):
+            lengths = set(pc.list_value_length(column).to_pylist())
+            # Lists may lie in lists: a matrix per frame.
+            widths = {outer * (inner or 0) for outer in widths for inner in lengths}
+            column = column.flatten()
+        else:
+            break
+    if pa.types.is_decimal(kind):
+        column = column.cast(pa.float64())
+    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        return None, widths, kind
+    # An empty entry of a list becomes NaN, which is refused where the column is read.
+    return column.to_numpy(zero_copy_only=False), widths, kind
 
 
-def _check_numbering(metadata: Metadata, columns: Mapping[str, Column]) -> None:
-    """`index` counts all frames, `frame_index` those of an episode; the code relies on both."""
+def _check_numbering(
+    metadata: Metadata, columns: Mapping[str, Column], present: npt.NDArray[np.bool_]
+) -> None:
+    """`frame_index` counts the frames of an episode; the code relies on it."""
     first, _ = episode_bounds(metadata.episodes)
     lengths = [episode.end - episode.first for episode in metadata.episodes]
     count = np.arange(metadata.num_frames)
     expected = {
-        "index": count,
         "frame_index": count - first,
         "episode_index": np.repeat([e.number for e in metadata.episodes], lengths),
     }
     for name, values in expected.items():
-        wrong = np.flatnonzero(columns[name] != values)
+        wrong = np.flatnonzero((columns[name] != values) & present)
         if wrong.size:
             raise folder_error(
                 metadata.root,
                 f"frame {wrong[0]} has {name} = {columns[name][wrong[0]]}, but meta/episodes "
                 f"makes it {values[wrong[0]]}.",
-                _COPY,
+                COPY,
             )
-    tasks = columns["task_index"]
+    tasks = columns["task_index"][present]
     if tasks.min() < 0 or tasks.max() >= len(metadata.spec.tasks):
         raise folder_error(
             metadata.root,
             f"task_index reaches {tasks.max()}, but meta/tasks.parquet has "
             f"{len(metadata.spec.tasks)} tasks.",
-            _COPY,
+            COPY,
         )

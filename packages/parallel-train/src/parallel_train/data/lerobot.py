@@ -7,7 +7,7 @@ clear error. Vectors are held in memory, so that a batch is cut out of them in o
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from parallel_config import ConfigError, Problem
 from parallel_train.data import frames
 from parallel_train.data.cameras import Cameras
 from parallel_train.data.config import DatasetConfig
 from parallel_train.data.frames import Indices
 from parallel_train.data.metadata import Metadata, folder_error, read_metadata
-from parallel_train.data.spec import DataSpec, Feature
-from parallel_train.data.stats import Stats
+from parallel_train.data.spec import DataSpec, Feature, is_learned
+from parallel_train.data.stats import Stats, mode_of
 
 Batch = dict[str, Tensor]
 Deltas = Mapping[str, Sequence[float]]
@@ -55,12 +56,18 @@ class LeRobotDataset(Dataset[Batch]):
             a time dim in front, and `<feature>_is_pad` tells which entries lie outside of the
             episode; those repeat its first or last frame.
         episodes: Numbers of the episodes to use; None uses all.
-        stats: "file" takes `meta/stats.json` and checks it against the frames; "data" computes
-            statistics from the chosen episodes.
-        tolerance_s: How far a timestamp may lie from the frame it stands for.
+        stats: "file" takes `meta/stats.json` and checks it against the frames and a sample of the
+            pictures; "data" computes statistics from the chosen episodes, those of cameras from an
+            even sample of their pictures.
+        tolerance_s: How far a timestamp may lie from the frame it stands for; below half a frame.
         cameras: Videos to decode, by feature name; others are left unread.
         rename: The dataset's name to the policy's, where they differ.
         metadata: The `meta` folder of `root` where it has been read already, with `rename`.
+        is_read: Whether the policy reads an observation or action of that (policy's) name; others
+            may be damaged. None: all of them.
+        is_normalized: Whether it normalizes what it reads under that name, cameras included;
+            others may lack statistics. None: all of them.
+        also: Episodes that `of_episodes` will ask for, beside `episodes`.
 
     Raises:
         ConfigError: the folder is not a dataset, is damaged, or does not fit what was asked for.
@@ -77,25 +84,43 @@ class LeRobotDataset(Dataset[Batch]):
         cameras: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         metadata: Metadata | None = None,
+        is_read: Callable[[str], bool] | None = None,
+        is_normalized: Callable[[str], bool] | None = None,
+        also: Sequence[int] = (),
     ) -> None:
         if metadata is None:
             metadata = read_metadata(Path(root), rename)
-        columns = frames.read_frames(metadata)
-        # On all frames, also those of episodes that are left out: frame k at k / fps is what
-        # pictures are found by.
-        frames.check_timestamps(metadata, columns, tolerance_s=tolerance_s)
+        _check_tolerance(metadata, tolerance_s)
+        self._is_read = is_read or is_learned
+        needed = None if episodes is None else [*episodes, *also]
+        loaded = frames.read_frames(metadata, needed, self._is_read)
+        # Frame k at k / fps is what pictures are found by.
+        frames.check_timestamps(metadata, loaded, tolerance_s=tolerance_s)
         self._frames = frames.select_frames(metadata, episodes)
         # On the chosen frames alone: leaving episodes out is how bad frames are dealt with.
-        frames.check_values(metadata, columns, self._frames)
-        self.metadata = metadata
-        self._cameras = Cameras(metadata, columns["frame_index"], cameras, tolerance_s)
-        vectors = (
-            frames.file_stats(metadata, columns)
-            if stats == "file"
-            else {n: Stats.of(columns[n][self._frames]) for n in frames.learned(metadata, columns)}
+        columns, self._present = loaded.columns, loaded.present
+        frames.check_values(metadata, columns, self._frames, self._is_read)
+        self.unreadable: Mapping[str, str] = loaded.left_out
+        """Damaged columns that the policy does not read: by name, what is wrong."""
+        self._cameras = Cameras(
+            metadata, columns["frame_index"], cameras, tolerance_s, _places(metadata, needed)
         )
-        self.stats: dict[str, Stats] = {**vectors, **self._cameras.stats}
-        """Of every observation and action vector, and (always from the file) of the cameras."""
+        metadata = metadata.with_sizes(self._cameras.sizes)
+        self.metadata = metadata
+        # What is not read or not normalized can do without statistics.
+        normalizes = is_normalized or (lambda name: True)
+        self.stats: dict[str, Stats] = _statistics(
+            metadata,
+            loaded,
+            self._frames,
+            stats,
+            lambda name: self._is_read(name) and normalizes(name),
+        )
+        """Of observation and action vectors, and of the cameras."""
+        for name in self._cameras.names:
+            demanded = normalizes(metadata.rename.get(name, name))
+            found = self._cameras.statistics(name, self._frames, stats, demanded=demanded)
+            self.stats |= {} if found is None else {name: found}
         stored = metadata.stored_names
         # What is in memory or is decoded; other features cannot be asked for.
         readable = [new for new, old in stored.items() if old in columns or new in cameras]
@@ -109,9 +134,15 @@ class LeRobotDataset(Dataset[Batch]):
 
     @classmethod
     def from_config(
-        cls, config: DatasetConfig, policy: FrameReader, metadata: Metadata | None = None
+        cls,
+        config: DatasetConfig,
+        policy: FrameReader,
+        metadata: Metadata | None = None,
+        also: Sequence[int] = (),
     ) -> LeRobotDataset:
         """The dataset of a run, with the frames that its policy reads.
+
+        `also` are episodes that `of_episodes` will ask for.
 
         Raises:
             ConfigError: as above.
@@ -127,6 +158,9 @@ class LeRobotDataset(Dataset[Batch]):
             cameras=policy.camera_names,
             rename=config.rename,
             metadata=metadata,
+            is_read=getattr(policy, "reads", None),
+            is_normalized=_normalizes(policy),
+            also=also,
         )
 
     def of_episodes(self, episodes: Sequence[int]) -> LeRobotDataset:
@@ -138,8 +172,10 @@ class LeRobotDataset(Dataset[Batch]):
         # Shallow: columns, pictures and statistics are those of the first.
         other = copy.copy(self)
         other._frames = frames.select_frames(self.metadata, episodes)
+        if not self._present[other._frames].all():
+            raise ValueError(f"episodes {list(episodes)} were not read: name them in `also`")
         columns = {name: column.numpy() for name, column in self._columns.items()}
-        frames.check_values(self.metadata, columns, other._frames)
+        frames.check_values(self.metadata, columns, other._frames, self._is_read)
         return other
 
     def check_range(self, name: str, low: float, high: float) -> None:
@@ -227,6 +263,47 @@ class LeRobotDataset(Dataset[Batch]):
         wanted = rows[:, None] + offsets[None, :]
         inside = np.clip(wanted, self._first[rows][:, None], self._end[rows][:, None] - 1)
         return inside, wanted != inside
+
+
+def _check_tolerance(metadata: Metadata, tolerance_s: float) -> None:
+    half_s = 0.5 / metadata.spec.fps
+    if tolerance_s >= half_s:
+        raise ConfigError(
+            Problem(
+                "dataset.tolerance_s",
+                f"= {tolerance_s}, but at {metadata.spec.fps:g} fps frames are {2 * half_s:.4g} s "
+                "apart: half of that or more would accept a neighbour's picture.",
+                f"Use --dataset.tolerance_s below {half_s:.4g}.",
+            )
+        )
+
+
+def _places(metadata: Metadata, numbers: Sequence[int] | None) -> list[int] | None:
+    """Places of episodes in `metadata.episodes`."""
+    if numbers is None:
+        return None
+    chosen = set(numbers)
+    return [place for place, e in enumerate(metadata.episodes) if e.number in chosen]
+
+
+def _normalizes(policy: FrameReader) -> Callable[[str], bool] | None:
+    modes = getattr(policy, "normalization", None)
+    return None if modes is None else lambda name: mode_of(name, modes()) != "identity"
+
+
+def _statistics(
+    metadata: Metadata,
+    loaded: frames.Loaded,
+    chosen: Indices,
+    source: Literal["file", "data"],
+    is_demanded: Callable[[str], bool],
+) -> dict[str, Stats]:
+    """Of vectors. Those that are not demanded are there where they are right."""
+    if source == "file":
+        return frames.file_stats(metadata, loaded, chosen, is_demanded)
+    names = frames.learned(metadata, loaded.columns)
+    found = {name: Stats.of(loaded.columns[name][chosen]) for name in names}
+    return {name: stats for name, stats in found.items() if np.isfinite(stats.mean).all()}
 
 
 def _offsets(

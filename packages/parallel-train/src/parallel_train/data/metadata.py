@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 
 from parallel_config import ConfigError, Problem
 from parallel_config.errors import nearest
-from parallel_train.data.spec import ACTION, DataSpec, Feature
+from parallel_train.data.spec import ACTION, NUMBERS, DataSpec, Feature, is_learned
 
 VERSION = "v3.0"
 BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns that every dataset has, one number per frame."""
-_COPY = "Copy the dataset again."
+COPY = "Copy the dataset again."
 _CONVERT = (
     "Convert it with LeRobot's own script: python -m "
     "lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id <user/name> (LeRobot 0.4)."
@@ -75,6 +75,14 @@ class Metadata:
         """The policy's name of every feature to the dataset's."""
         return {self.rename.get(name, name): name for name in self.spec.features}
 
+    def with_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> Metadata:
+        """The same, where pictures have the height and width that the videos have."""
+        features = dict(self.spec.features)
+        for name, size in sizes.items():
+            old = features[name]
+            features[name] = Feature(old.dtype, (*size, *old.shape[2:]), old.names)
+        return replace(self, spec=replace(self.spec, features=features))
+
     @property
     def num_frames(self) -> int:
         """Frames in the whole dataset."""
@@ -106,7 +114,7 @@ def read_metadata(root: Path, rename: Mapping[str, str] | None = None) -> Metada
     problems = [*_rename_problems(root, features, rename)]
     if problems:
         raise ConfigError(problems)
-    spec = DataSpec(info["fps"], features, _read_tasks(root))
+    spec = DataSpec(info["fps"], _as_vectors(features, rename), _read_tasks(root))
     episodes = _read_episodes(root, info, features)
     # A copy that was cut short has fewer episodes than info.json counts.
     total = info.get("total_frames")
@@ -114,25 +122,27 @@ def read_metadata(root: Path, rename: Mapping[str, str] | None = None) -> Metada
         raise folder_error(
             root,
             f"its episodes have {episodes[-1].end} frames, but meta/info.json says {total}.",
-            _COPY,
+            COPY,
         )
     stats = _read_json(root, "meta/stats.json") if (root / "meta/stats.json").exists() else {}
     return Metadata(root, spec, episodes, stats if isinstance(stats, dict) else {}, rename)
 
 
 def read_table(root: Path, relative: str, columns: list[str] | None = None) -> pa.Table:
-    """Read one parquet file of the dataset.
+    """Read one parquet file of the dataset; of `columns`, those that it has.
 
     Raises:
         ConfigError: it is missing or damaged.
     """
     try:
-        # Without partitioning, or pyarrow would make columns of folder names such as a=1.
-        return pq.read_table(root / relative, columns=columns, partitioning=None)
+        # One file by itself: pyarrow's datasets would make columns of folder names such as a=1.
+        with pq.ParquetFile(root / relative) as file:
+            present = set(file.schema_arrow.names)
+            return file.read(columns=[n for n in columns if n in present] if columns else None)
     except FileNotFoundError as error:
-        raise folder_error(root, f"{relative} is missing.", _COPY) from error
+        raise folder_error(root, f"{relative} is missing.", COPY) from error
     except (OSError, pa.ArrowException) as error:
-        raise folder_error(root, f"{relative} cannot be read: {error}.", _COPY) from error
+        raise folder_error(root, f"{relative} cannot be read: {error}.", COPY) from error
 
 
 def _read_json(root: Path, name: str) -> Any:
@@ -148,13 +158,13 @@ def _read_json(root: Path, name: str) -> Any:
     except OSError as error:
         raise folder_error(root, f"{name} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise folder_error(root, f"{name} is not valid JSON: {error}.", _COPY) from error
+        raise folder_error(root, f"{name} is not valid JSON: {error}.", COPY) from error
 
 
 def _read_info(root: Path) -> dict[str, Any]:
     info = _read_json(root, "meta/info.json")
     if not isinstance(info, dict):
-        raise folder_error(root, "meta/info.json does not hold a mapping.", _COPY)
+        raise folder_error(root, "meta/info.json does not hold a mapping.", COPY)
     version = info.get("codebase_version")
     if version != VERSION:
         old = isinstance(version, str) and version.startswith(("v1", "v2"))
@@ -180,17 +190,29 @@ def _read_features(root: Path, info: Mapping[str, Any]) -> dict[str, Feature]:
     for name, entry in (declared if isinstance(declared, dict) else {}).items():
         try:
             shape = tuple(int(n) for n in entry["shape"])
-            features[name] = Feature(str(entry["dtype"]), shape, _names(entry.get("names")))
+            features[name] = _oriented(
+                Feature(str(entry["dtype"]), shape, _names(entry.get("names"))), entry
+            )
         except (KeyError, TypeError, ValueError):
             raise folder_error(
                 root,
                 f"meta/info.json: feature {name!r} does not have a valid dtype and shape.",
-                _COPY,
+                COPY,
             ) from None
     missing = [name for name in BOOKKEEPING if name not in features]
     if missing:
         raise folder_error(root, f"meta/info.json does not declare {', '.join(missing)}.")
     return features
+
+
+def _as_vectors(features: Mapping[str, Feature], rename: Mapping[str, str]) -> dict[str, Feature]:
+    """Actions and observations of every kind of number as float32, which is how they are read."""
+    return {
+        name: replace(feature, dtype="float32", shape=feature.shape or (1,))
+        if feature.dtype in NUMBERS and is_learned(rename.get(name, name))
+        else feature
+        for name, feature in features.items()
+    }
 
 
 def _rename_problems(
@@ -232,6 +254,25 @@ def _rename_problems(
         )
 
 
+def _oriented(feature: Feature, entry: Mapping[str, Any]) -> Feature:
+    """A picture's shape as [height, width, channels], whatever order its names tell."""
+    if not feature.is_image:
+        return feature
+    if len(feature.shape) == 2:
+        return Feature(feature.dtype, (*feature.shape, 1), None)
+    shape, names = feature.shape, tuple(feature.names or ())
+    if len(shape) != 3:
+        raise ValueError(shape)
+    # Some writers say "channel". Without names, a first dim of 1 or 3 can only be the channels.
+    is_first = names[:1] in (("channels",), ("channel",), ("c",))
+    if is_first or (not names and shape[0] in (1, 3) and shape[2] not in (1, 3)):
+        shape = (shape[1], shape[2], shape[0])
+    info = entry.get("info")
+    if isinstance(info, dict) and info.get("video.is_depth_map") is True:
+        shape = (*shape[:2], 1)
+    return Feature(feature.dtype, shape, ("height", "width", "channels"))
+
+
 def _names(found: object) -> tuple[str, ...] | None:
     """Some datasets nest the names under a word such as "motors"; those are left out."""
     return tuple(str(name) for name in found) if isinstance(found, list) else None
@@ -243,14 +284,14 @@ def _read_tasks(root: Path) -> tuple[str, ...]:
     texts = [name for name in table.column_names if name != "task_index"]
     if not texts or "task_index" not in table.column_names:
         raise folder_error(
-            root, "meta/tasks.parquet does not have a task_index and a task text.", _COPY
+            root, "meta/tasks.parquet does not have a task_index and a task text.", COPY
         )
     column = "task" if "task" in texts else texts[0]
     pairs = zip(table["task_index"].to_pylist(), table[column].to_pylist(), strict=True)
     tasks = sorted(pairs)
     # A task's place in the tuple is its task_index.
     if [index for index, _ in tasks] != list(range(len(tasks))):
-        raise folder_error(root, "meta/tasks.parquet does not number its tasks 0, 1, 2 ...", _COPY)
+        raise folder_error(root, "meta/tasks.parquet does not number its tasks 0, 1, 2 ...", COPY)
     return tuple(str(text) for _, text in tasks)
 
 
@@ -288,7 +329,7 @@ def _read_episodes(
                 root,
                 f"episode {episode.number} begins at frame {episode.first}, but the one before "
                 f"it ends at {end}.",
-                _COPY,
+                COPY,
             )
     return tuple(episodes)
 
@@ -296,7 +337,7 @@ def _read_episodes(
 def _episode_rows(root: Path) -> list[dict[str, Any]]:
     files = sorted((root / "meta/episodes").rglob("*.parquet"))
     if not files:
-        raise folder_error(root, "meta/episodes does not hold a parquet file.", _COPY)
+        raise folder_error(root, "meta/episodes does not hold a parquet file.", COPY)
     rows: list[dict[str, Any]] = []
     for file in files:
         table = read_table(root, str(file.relative_to(root)))

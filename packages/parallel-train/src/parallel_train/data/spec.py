@@ -11,8 +11,18 @@ from parallel_config import ConfigError, Problem
 ACTION = "action"
 STATE = "observation.state"
 _VECTOR_DTYPES = ("float32", "float64")
-NUMBERS = (*_VECTOR_DTYPES, "int64", "int32", "bool")
+NUMBERS = (
+    *_VECTOR_DTYPES,
+    "float16",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    "bool",
+)
 """Dtypes of the columns that are read; others, such as strings, stay on the disk."""
+
+
+def is_learned(name: str) -> bool:
+    """Whether a feature of that (policy's) name is an action or an observation."""
+    return name == ACTION or name.startswith("observation.")
 
 
 @dataclass(frozen=True)

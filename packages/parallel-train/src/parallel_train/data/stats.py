@@ -65,3 +65,27 @@ class Stats:
                     f"but the frames give {theirs.reshape(-1)[at]:.6g}"
                 )
         return ""
+
+    def too_narrow(self, computed: Stats) -> str:
+        """Where the range leaves out episodes whose statistics are `computed`, or "".
+
+        NaN in `computed` lies outside.
+        """
+        allowed = 0.01 * self.std + 1e-5 * np.maximum(np.abs(self.min), np.abs(self.max)) + 1e-7
+        for key, inside in (
+            ("min", computed.min >= self.min - allowed),
+            ("max", computed.max <= self.max + allowed),
+        ):
+            if not inside.all():
+                at = int(np.flatnonzero(~inside.reshape(-1))[0])
+                ours, theirs = getattr(self, key).reshape(-1)[at], getattr(computed, key)
+                return (
+                    f"{key}[{at}] is {ours:.6g}, but the frames give {theirs.reshape(-1)[at]:.6g}"
+                )
+        return ""
+
+
+def mode_of(name: str, modes: Mapping[str, str]) -> str:
+    """How the feature `name` is normalized: the longest prefix in `modes` that matches decides."""
+    matches = [prefix for prefix in modes if name.startswith(prefix)]
+    return modes[max(matches, key=len)] if matches else "identity"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel_config import ConfigError, Problem
 from parallel_train.data.spec import ACTION
-from parallel_train.data.stats import Stats
+from parallel_train.data.stats import Stats, mode_of
 
 CONFIG_FILE = "preprocessor.json"
 TENSOR_FILE = "preprocessor.safetensors"
@@ -107,7 +107,7 @@ class Preprocessor:
         normalizers: dict[str, Normalizer] = {}
         for name, values in stats.items():
             target = rename.get(name, name)
-            mode = _mode_of(target, modes)
+            mode = mode_of(target, modes)
             if mode != "identity":
                 normalizers[target] = Normalizer.from_stats(mode, values)
         return cls(normalizers, rename)
@@ -199,11 +199,6 @@ class Postprocessor:
     def from_pretrained(cls, folder: str | Path) -> Postprocessor:
         """Read from the files of the preprocessor in `folder`."""
         return Preprocessor.from_pretrained(folder).postprocessor()
-
-
-def _mode_of(name: str, modes: Mapping[str, str]) -> str:
-    matches = [prefix for prefix in modes if name.startswith(prefix)]
-    return modes[max(matches, key=len)] if matches else "identity"
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

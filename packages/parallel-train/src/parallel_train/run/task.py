@@ -236,7 +236,7 @@ def build_datasets(
     if not split.held_out:
         return LeRobotDataset.from_config(config.dataset, config.policy, metadata), None
     trained = dataclasses.replace(config.dataset, episodes=split.trained)
-    dataset = LeRobotDataset.from_config(trained, config.policy, metadata)
+    dataset = LeRobotDataset.from_config(trained, config.policy, metadata, split.held_out)
     return dataset, dataset.of_episodes(split.held_out)
 
 
