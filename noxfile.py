@@ -149,6 +149,14 @@ def cpu4(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def long(session: nox.Session) -> None:
+    """What `product` runs in a short form, in full: every page as typed, a hundred updates."""
+    _workspace(session)
+    suites = session.posargs or ["tests/test_guide.py", "tests/test_numbers.py"]
+    _run(session, "pytest", *TWO_AT_ONCE, *suites, env={**CPU, "PARALLEL_LONG": "1"})
+
+
+@nox.session(venv_backend="none")
 def gpu4(session: nox.Session) -> None:
     """The multi-GPU suite, on 4 GPUs."""
     _on_gpus(session, 4)

@@ -20,6 +20,7 @@ from parallel_ckpt import StepFolder, read_manifest
 from parallel_config import CheckpointConfig, CheckpointFormat, ParallelismConfig, SchedulerConfig
 from parallel_config.environment import without_launch
 from parallel_engine import from_main
+from parallel_testing.programs import run_ptrain
 from parallel_testing.ranks import run_ranks
 
 VIDEO = Path(__file__).parents[1] / "packages/parallel-train/tests/data/lerobot_v3_video"
@@ -174,6 +175,9 @@ def environ(device):
 
 
 def ptrain(device, folder, *words, timeout_s=240):
+    """On a GPU with our launcher; on the CPU its ranks are forked, as four imports take long."""
+    if device == "cpu":
+        return run_ptrain(*words, cwd=folder, timeout_s=timeout_s)
     command = [sys.executable, "-m", "parallel_train", *map(str, words)]
     done = subprocess.run(
         command, cwd=folder, env=environ(device), capture_output=True, text=True, timeout=timeout_s

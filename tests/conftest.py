@@ -1,13 +1,13 @@
 """Running the product as a person does: in a process of its own, from the command line."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
 from parallel_testing.leaks import no_leaks  # noqa: F401
+from parallel_testing.programs import clean_environment, run_ptrain
 
 SMALL = [
     "--policy.dim_model",
@@ -30,7 +30,11 @@ EXACT = ("loss", "grad_norm", "lr", "samples_seen")
 
 
 class Ptrain:
-    """`python -m parallel_train` in a folder of its own, with a deadline."""
+    """`python -m parallel_train` in a folder of its own, with a deadline.
+
+    A call forks the command, and what `--nproc_per_node` asks for becomes ranks as torchrun starts
+    them. `start` starts a new interpreter: for signals, deaths and our launcher.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -40,21 +44,10 @@ class Ptrain:
 
     @property
     def environ(self):
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        kept = {k: v for k, v in os.environ.items() if k not in names}
-        return {**kept, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu"}
+        return clean_environment()
 
     def __call__(self, *words, code=0, timeout_s=150, env=None):
-        done = subprocess.run(
-            self.command(*words),
-            cwd=self.folder,
-            env={**self.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-        assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout + done.stderr
+        return run_ptrain(*words, cwd=self.folder, code=code, env=env, timeout_s=timeout_s)
 
     def start(self, *words):
         return subprocess.Popen(

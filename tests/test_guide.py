@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from parallel_testing.hub_fixture import local_hub  # noqa: F401
+from parallel_testing.programs import ranks_of, run_program
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -26,6 +27,9 @@ PAGES += sorted(
     for page in (ROOT / "docs").glob("*.md")
     if page.name not in ("own-policy.md", "reference.md")  # has a test of its own; no commands
 )
+
+AS_TYPED = PAGES if os.environ.get("PARALLEL_LONG") else ["README.md", "docs/launching.md"]
+"""The pages whose commands start an interpreter each, as a person's do: all in `nox -s long`."""
 
 
 def commands(page):
@@ -59,6 +63,16 @@ def executable(words):
     return [sys.executable, *words[1:]] if words[0] == "python" else words
 
 
+def run(words, folder, environ, forked):
+    """The command's end. Forked, it and its ranks do not wait until torch is imported."""
+    if forked and words[0] == "ptrain":
+        ranks, words = ranks_of(words[1:])
+        return run_program("parallel_train", words, cwd=folder, env=environ, ranks=ranks)
+    return subprocess.run(
+        executable(words), cwd=folder, env=environ, capture_output=True, text=True, timeout=240
+    )
+
+
 def in_shell(line):
     """What comes before and after a redirection."""
     command, _, target = line.partition(">")
@@ -77,14 +91,7 @@ def test_the_commands_of(page, tmp_path, ptrain, hub):
         ptrain(*small(["train", "--output_dir", "outputs/first"]))
     for line in lines:
         words, target = in_shell(line)
-        done = subprocess.run(
-            executable(small(words)),
-            cwd=tmp_path,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        done = run(small(words), tmp_path, environ, forked=page not in AS_TYPED)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         if target:
             (tmp_path / target).write_text(done.stdout)

@@ -46,16 +46,20 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def test_float64_agrees_for_a_hundred_updates(ptrain, small, same_numbers):
+UPDATES = 100 if os.environ.get("PARALLEL_LONG") else 20
+"""A hundred in `nox -s long`: four ranks on two cores take a second per update."""
+
+
+def test_float64_agrees_for_many_updates(ptrain, small, same_numbers):
     (ptrain.folder / "float64_act.py").write_text(DOUBLE)
     path = [str(ptrain.folder), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(filter(None, path))}
-    flags = ["--policy.type", "float64_act:Config", *small, *TINY, "--steps", 100]
-    flags += ["--checkpoint.save_freq", 0, "--scheduler.warmup_steps", 10]
+    flags = ["--policy.type", "float64_act:Config", *small, *TINY, "--steps", UPDATES]
+    flags += ["--checkpoint.save_freq", 0, "--scheduler.warmup_steps", 5]
     ptrain("train", *flags, "--output_dir", "one", env=env)
     rows = ptrain.rows("one")
-    assert len(rows) == 100
-    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert len(rows) == UPDATES
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
     for name, (ranks, more) in VARIANTS.items():
         launch = ["--nproc_per_node", ranks] if ranks > 1 else []
         ptrain("train", *flags, *more, "--output_dir", name, *launch, env=env)

@@ -3,12 +3,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from parallel_config.environment import without_launch
+from parallel_testing.programs import run_program
 from parallel_train.cli.doctor import meets, shared_memory
 
 
@@ -17,14 +16,8 @@ def doctor(tmp_path):
     """Exit code and findings by name."""
 
     def look(*flags, **environ):
-        done = subprocess.run(
-            [sys.executable, "-m", "parallel_train", "doctor", "--json", *map(str, flags)],
-            cwd=tmp_path,
-            env={**without_launch(os.environ), **environ},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        env = {**without_launch(os.environ), **environ}
+        done = run_program("parallel_train", ["doctor", "--json", *flags], cwd=tmp_path, env=env)
         assert not done.stderr, done.stderr
         return done.returncode, {found["name"]: found for found in json.loads(done.stdout)}
 

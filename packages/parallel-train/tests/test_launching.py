@@ -348,9 +348,11 @@ def test_a_rank_that_dies_ends_all_and_is_named(train, rank):
 def test_ranks_wait_for_one_another_for_timeout_s(train):
     process = train(*ENDLESS, "--nproc_per_node", 2, "--timeout_s", 4)
     process.wait_for_step(3)
-    os.kill(process.ranks[1], signal.SIGSTOP)
+    stopped = process.ranks[1]
+    os.kill(stopped, signal.SIGSTOP)
+    process.wait_for_text("rank 0 failed: RuntimeError")
+    os.kill(stopped, signal.SIGCONT)  # or the launcher waits for it for a minute
     assert process.end(60) == 1
-    assert "rank 0 failed: RuntimeError" in process.text
     assert "Timed out waiting 4000ms" in process.text
     refused = train(*ENDLESS, "--timeout_s", 0)
     assert refused.end() == 2

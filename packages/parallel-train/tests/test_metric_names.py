@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from parallel_testing.programs import run_ptrain
 
 POLICY = '''
 from dataclasses import dataclass
@@ -49,15 +48,7 @@ def trained(folder: Path, world: int) -> list[dict[str, Any]]:
     words += ["--dataset.episodes", "0", "--eval.episodes", "1", "--eval.max_samples", "2"]
     words += ["--steps", f"{STEPS}", "--batch_size", f"{2 // world}"]
     words += ["--nproc_per_node", "2", "--parallelism.dp_shard", "2"] if world > 1 else []
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel_train", *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu", "PYTHONPATH": "."},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    run_ptrain(*words, cwd=folder, env={"PYTHONPATH": "."}, timeout_s=180)
     lines = (folder / f"{world}/metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -1,12 +1,9 @@
 """`ptrain publish` and `ptrain convert --push_to_hub` against a local Hub, over HTTP."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,6 +12,7 @@ from safetensors.torch import load_file
 
 from parallel_testing.hub import Fault, card_errors
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
+from parallel_testing.programs import run_program, run_ptrain
 from parallel_train.cli.app import run
 from parallel_train.cli.commands import ConvertCommand, PublishCommand
 from parallel_train.cli.flags import flag_table
@@ -44,22 +42,6 @@ MODEL_FILES = {
 }
 
 
-def child(*words, cwd, code=0, timeout_s=300):
-    """A command in a process of its own."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environ = {k: v for k, v in os.environ.items() if k not in names}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env={**environ, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Runs by name; the dataset is named by its absolute path, which must not be published."""
@@ -73,7 +55,7 @@ def runs(tmp_path_factory):
         "reward": ["--policy.type", "reward"],
     }.items():
         places = ["--output_dir", str(folder / name), "--dataset.root", str(folder / "drawers")]
-        child("-m", "parallel_train", *TRAIN, *flags, *places, cwd=folder)
+        run_ptrain(*TRAIN, *flags, *places, cwd=folder)
     return folder
 
 
@@ -128,7 +110,10 @@ def test_the_card_is_accepted_says_what_happened_and_its_code_runs(hub, trained,
     assert files["loss_curve.svg"].startswith(b"<svg")
     code = card.split("```python\n")[1].split("```")[0]
     name = "success" if trained.name == "reward" else "action"
-    said = child("-c", f"{code}\nprint({name}.shape[0])", cwd=tmp_path)
+    (tmp_path / "of_the_card.py").write_text(f"{code}\nprint({name}.shape[0])\n")
+    done = run_program("of_the_card", [], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert said.strip().endswith("1")
 
 

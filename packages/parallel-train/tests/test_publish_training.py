@@ -18,6 +18,7 @@ from parallel_config import CheckpointConfig, ReportedError, Topology
 from parallel_publish import PublishConfig
 from parallel_testing.hub import Blob, Fault
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
+from parallel_testing.programs import run_ptrain
 from parallel_train.cli.app import run
 from parallel_train.cli.from_hub import fetched
 from parallel_train.cli.parsing import parse
@@ -59,8 +60,10 @@ class Ptrain:
             text=True,
         )
 
-    def __call__(self, *words, code=0, timeout_s=240, **options):
-        process = self.start(*words, **options)
+    def __call__(self, *words, code=0, timeout_s=240, script=None):
+        if script is None:
+            return run_ptrain(*words, cwd=self.folder, code=code, timeout_s=timeout_s)
+        process = self.start(*words, script=script)
         try:
             said = process.communicate(timeout=timeout_s)[0]
         finally:

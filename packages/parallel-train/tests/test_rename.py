@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 
 from parallel_config import ConfigError
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
+from parallel_testing.programs import run_ptrain
 from parallel_train.cli.app import run
 from parallel_train.cli.flags import positionals
 from parallel_train.cli.parsing import parse, resume_flags
@@ -39,15 +37,7 @@ SMALL = [
 
 def ptrain(*words: Any, code: int = 0) -> str:
     """The command in a process of its own; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "parallel_train", *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout + done.stderr
+    return run_ptrain(*words, cwd=".", code=code, timeout_s=300)
 
 
 def copy_named(source: Path, root: Path, names: dict[str, str]) -> Path:

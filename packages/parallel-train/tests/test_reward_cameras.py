@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from torch import Tensor
 from parallel_ckpt.convert import convert
 from parallel_config import ConfigError
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
+from parallel_testing.programs import run_program, run_ptrain
 from parallel_testing.ranks import run_ranks
 from parallel_train.cli.app import run
 from parallel_train.data.lerobot import LeRobotDataset
@@ -115,28 +113,16 @@ def test_trained_sharded_and_converted_it_loads_again(tmp_path: Path) -> None:
     assert not torch.equal(success, converted.predict_success(blind))
 
 
-def child(*words: Any) -> str:
-    """A Python program in a process of its own; what it printed."""
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.mark.filterwarnings(CLIENT_WARNING)
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
 def test_published_and_loaded_it_answers_the_same(tmp_path: Path, hub: Any, dtype: str) -> None:
     """With the train command's own sharded run, and from its name on the Hub alone."""
-    child(
-        *["-m", "parallel_train", "train", "--policy.type", "reward", "--policy.cameras", TOP],
+    run_ptrain(
+        *["train", "--policy.type", "reward", "--policy.cameras", TOP],
         *["--policy.dim_model", "16", "--dataset.root", VIDEO, "--steps", "2", "--batch_size", "2"],
         *["--nproc_per_node", "2", "--parallelism.dp_shard", "2", "--checkpoint_format", "dcp"],
         *["--output_dir", tmp_path / "run"],
+        cwd=tmp_path,
     )
     words = ["publish", str(tmp_path / "run"), "--repo_id", "user/reward", "--dtype", dtype]
     assert run(words) == 0
@@ -154,7 +140,10 @@ def test_published_and_loaded_it_answers_the_same(tmp_path: Path, hub: Any, dtyp
         assert torch.equal(alone.predict_success(published.preprocessor(batch)), success)
     card = hub.files("user/reward")["README.md"].decode()
     code = card.split("```python\n")[1].split("```")[0]
-    assert child("-c", f"{code}\nprint(success.shape[0])").strip().endswith("1")
+    (tmp_path / "of_the_card.py").write_text(f"{code}\nprint(success.shape[0])\n")
+    done = run_program("of_the_card", [], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("1")
 
 
 def test_norms_of_pretrained_weights_are_saved_and_nothing_is_fetched(tmp_path: Path) -> None:

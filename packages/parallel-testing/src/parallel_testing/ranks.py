@@ -47,6 +47,11 @@ def preload(*modules: str) -> None:
     _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
+def preloaded() -> list[str]:
+    """The modules that the forkserver imports, or has imported: those that are installed."""
+    return [name for name in _preloaded if importlib.util.find_spec(name)]
+
+
 @dataclass(frozen=True)
 class RankOutcome(Generic[T]):
     """How one rank ended."""
@@ -108,7 +113,7 @@ def rank_outcomes(
 ) -> list[RankOutcome[T]]:
     """Like `run_ranks`, for tests in which ranks are meant to fail: returns how each ended."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in _preloaded if importlib.util.find_spec(name)])
+    context.set_forkserver_preload(preloaded())
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder, port = Path(name), free_port()
         processes = []
@@ -136,14 +141,18 @@ def _environment(rank: int, world_size: int, port: int, device: str) -> dict[str
     # Hidden, since torch and accelerate take a GPU where they see one, and results would differ
     # between machines.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PARALLEL_DEVICE": "cpu"} if device == "cpu" else {}
-    return hidden | {
+    return hidden | launch_variables(rank, world_size, port) | {"OMP_NUM_THREADS": "1"}
+
+
+def launch_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for one of `world_size` ranks of this machine."""
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
     }
 
 
