@@ -9,6 +9,7 @@ import pytest
 from parallel_config import ConfigError
 from parallel_publish import PublishConfig
 from parallel_publish.errors import PublishError
+from parallel_publish.fetching import fetch_checkpoint
 from parallel_publish.hub import download, list_files, publish_files
 from parallel_publish.preflight import preflight
 from parallel_publish.retry import RetryPolicy
@@ -62,6 +63,7 @@ def test_preflight_refuses_a_missing_token(hub, target, monkeypatch):
 def test_preflight_finds_a_bad_card(hub, target):
     with pytest.raises(PublishError, match="model card is refused by the Hub"):
         preflight(target, card="---\ntags:\n- null\n---\n")
+    assert hub.repos == {}  # no empty repository is left behind
 
 
 def test_offline_mode_is_reported_before_any_request(hub, target, monkeypatch):
@@ -71,6 +73,30 @@ def test_offline_mode_is_reported_before_any_request(hub, target, monkeypatch):
     with pytest.raises(PublishError, match="HF_HUB_OFFLINE is set"):
         preflight(target)
     assert hub.requests == []
+
+
+def test_offline_without_a_copy_in_the_cache_is_said_at_once(hub, target, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PublishError) as caught:
+        download(target)  # no wait for another attempt, and nothing asked
+    assert str(caught.value) == (
+        "HF_HUB_OFFLINE is set, and user/model@main is not in the client's cache. Unset it, or "
+        "fetch the repository once with a connection."
+    )
+    assert hub.requests == []
+
+
+def test_a_hub_that_is_busy_while_a_checkpoint_is_fetched_is_not_a_damaged_one(
+    hub, target, tmp_path
+):
+    hub.create(target.repo_id)
+    publish_files(target, {"checkpoints/000001/manifest.json": b"{}"}, message="x")
+    # Of the lists and files the client itself tries again, for half a minute.
+    hub.faults.append(Fault("/revision/", status=503, times=99))
+    with pytest.raises(PublishError, match=r"HTTP 503 \(the server is busy\)"):
+        fetch_checkpoint(target, tmp_path / "run")
 
 
 @pytest.mark.parametrize("endpoint", ["not-a-url", "ftp://host", "http://", "huggingface.co"])

@@ -191,3 +191,23 @@ def _fail_on_one(folder):
 def test_an_error_of_one_rank_reaches_all(tmp_path):
     run_ranks(_fail_on_one, 2, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pytorch_model.bin", "holds weights only as pickles (pytorch_model.bin), which are never "
+         "read here: a pickle can run any code. If you trust it, write model.safetensors from it"),
+        ("policy.pt", "holds weights only as pickles (policy.pt)"),
+        ("adapter_model.safetensors", "holds adapter_model.safetensors: an adapter, and not the "
+         "model that it belongs to."),
+        ("tf_model.h5", "does not hold weights as safetensors, but tf_model.h5."),
+        ("notes.txt", "does not hold weights as safetensors. Name a folder or a branch with"),
+    ],
+)  # fmt: skip
+def test_a_folder_without_readable_weights_is_refused_by_what_it_holds(tmp_path, name, message):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ConfigError) as caught:
+        Regressor.from_pretrained(tmp_path)
+    assert message in str(caught.value)

@@ -361,9 +361,33 @@ def test_a_kept_bundle_is_sent_with_all_that_was_put_into_it(hub, tmp_path):
     hub.faults.append(Fault("/commit/", status=403))
     first = publish_checkpoint(run, CONFIG)
     (first.bundle / "notes.txt").write_text("mine")
-    assert publish_checkpoint(first.bundle, CONFIG).ok
+    said = []
+    assert publish_checkpoint(first.bundle, CONFIG, on_note=said.append).ok
+    # What was kept for this try is gone after it; what a person put there is not.
+    assert [path.name for path in first.bundle.iterdir()] == ["notes.txt"]
+    assert said[-1] == f"{first.bundle} stays, for what was put there: notes.txt"
     sent = set(hub.files("user/model"))
     assert sent == {"README.md", "config.json", "model.safetensors", "stoi.txt"}
+
+
+def test_a_card_that_was_edited_on_the_hub_keeps_what_a_person_wrote(hub, checkpoint):
+    from huggingface_hub import HfApi
+
+    path, _ = checkpoint
+    assert publish_checkpoint(path, CONFIG).ok
+    card = hub.files("user/model")["README.md"].decode()
+    edited = card.replace('license: "mit"', "license: apache-2.0") + "\nHow I use it.\n"
+    HfApi(endpoint=hub.endpoint, token=hub.token).upload_file(
+        path_or_fileobj=edited.encode(), path_in_repo="README.md", repo_id="user/model"
+    )
+    said = []
+    again = PublishConfig(enable=True, repo_id="user/model", license="mit", base_model="user/base")
+    assert publish_checkpoint(path, again, on_note=said.append).ok
+    found = hub.files("user/model")["README.md"].decode()
+    assert found.endswith("\nHow I use it.\n")
+    assert "license: apache-2.0" in found
+    assert 'base_model: "user/base"' in found
+    assert said == ["the card of user/model keeps its own license, other than what was to be sent"]
 
 
 HUB_FILES = {

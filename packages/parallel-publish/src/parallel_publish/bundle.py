@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -199,6 +200,21 @@ def _built(folder: Path) -> set[str]:
     except (OSError, ValueError):
         return set()
     return {str(name) for name in listed} if isinstance(listed, list) else set()
+
+
+def remove_bundle(folder: Path, on_note: Callable[[str], None]) -> None:
+    """Remove what `seal` has listed, and the folder unless a person has put something there."""
+    for name in _built(folder):
+        (folder / name).unlink(missing_ok=True)
+    (folder / _BUILT).unlink(missing_ok=True)
+    for below in sorted((p for p in folder.rglob("*") if p.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):
+            below.rmdir()  # only where it is empty
+    try:
+        folder.rmdir()
+    except OSError:
+        others = ", ".join(sorted(entry.name for entry in folder.iterdir()))
+        on_note(f"{folder} stays, for what was put there: {others}")
 
 
 def bundle_problems(folder: Path) -> Iterator[Problem]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from parallel_config import Problem
+from parallel_publish.card_merge import marked
 from parallel_publish.config import LICENSES, PublishConfig, is_repo_id
 from parallel_publish.sharing import shareable
 
 CARD = "README.md"
 CURVE = "loss_curve.svg"
+FAINT = 'stroke="#a8c7fa" stroke-width="1"'
+BOLD = 'stroke="#1f6feb" stroke-width="2"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,44 +70,53 @@ def card_problems(info: CardInfo) -> Iterator[Problem]:
 
 
 def render_card(info: CardInfo, *, repo_id: str = "") -> str:
-    """Text of README.md: metadata for the Hub, then the card itself."""
+    """Text of README.md: metadata for the Hub, then the card itself, between our marks."""
     parts = [
-        _front_matter(info),
         f"# {info.title}",
         info.summary.strip(),
         "## How to use",
         f"```python\n{(info.usage or _default_usage(repo_id)).strip()}\n```",
         *_training(info),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    head = _front_matter(info)
+    return (f"{head}\n\n" if head else "") + marked("\n\n".join(part for part in parts if part))
 
 
 def loss_curve_svg(losses: Sequence[tuple[int, float]], *, max_points: int = 400) -> str:
-    """A picture of (step, loss): one polyline with its range written at the axes."""
+    """A picture of (step, loss): every loss faint, their running mean over it.
+
+    The axis is logarithmic where all losses are above 0: on a linear one the first losses press
+    all others to the bottom.
+    """
     width, height, left, bottom = 720, 320, 70, 40
     # NaN (which differs from itself) and infinite losses have no place in a picture.
     points = [(step, loss) for step, loss in losses if loss == loss and abs(loss) != float("inf")]
-    # Thinned out, since a long run would make the file large; the last loss is always shown.
-    points = points[:: max(1, len(points) // max_points)] + points[-1:]
-    if not points:
-        points = [(0, 0.0)]
+    points = points or [(0, 0.0)]
+    smooth = _running_mean(points)
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
     first, last = points[0][0], points[-1][0]
+    scale = math.log if low > 0 else float
+    bottom_value, span = scale(low), scale(high) - scale(low)
 
     def place(step: int, loss: float) -> str:
         x = left + (width - left - 20) * (step - first) / max(last - first, 1)
         # A constant loss has no range; 1.0 then avoids a division by zero.
-        y = 20 + (height - 20 - bottom) * (1 - (loss - low) / ((high - low) or 1.0))
+        y = 20 + (height - 20 - bottom) * (1 - (scale(loss) - bottom_value) / (span or 1.0))
         return f"{x:.1f},{y:.1f}"
 
+    def line(of: Sequence[tuple[int, float]], style: str) -> str:
+        # Thinned out, since a long run would make the file large; the last loss is always shown.
+        shown = [*of[:: max(1, len(of) // max_points)], *of[-1:]]
+        path = " ".join(place(*point) for point in shown)
+        return f'<polyline points="{path}" fill="none" {style}/>'
+
     base = height - bottom
-    line = " ".join(place(step, loss) for step, loss in points)
     labels = [
         (left - 8, 26, "end", f"{high:.4g}"),
         (left - 8, base, "end", f"{low:.4g}"),
         (left, height - 16, "start", f"step {first}"),
         (width - 20, height - 16, "end", f"step {last}"),
-        (width // 2, 16, "middle", "training loss"),
+        (width // 2, 16, "middle", "training loss" + (", logarithmic" if low > 0 else "")),
     ]
     texts = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
@@ -114,9 +127,19 @@ def loss_curve_svg(losses: Sequence[tuple[int, float]], *, max_points: int = 400
         f'font-family="sans-serif" font-size="12">'
         f'<rect width="{width}" height="{height}" fill="white"/>'
         f'<path d="M{left} 20V{base}H{width - 20}" fill="none" stroke="#888"/>'
-        f'<polyline points="{line}" fill="none" stroke="#1f6feb" stroke-width="1.5"/>'
+        f"{line(points, FAINT)}{line(smooth, BOLD)}"
         f"{texts}</svg>\n"
     )
+
+
+def _running_mean(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Exponential mean over about a fiftieth of the points."""
+    keep = 1 - 1 / max(1, len(points) // 50)
+    found, mean = [], points[0][1]
+    for step, loss in points:
+        mean = keep * mean + (1 - keep) * loss
+        found.append((step, mean))
+    return found
 
 
 def _front_matter(info: CardInfo) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from parallel_config import Problem
 from parallel_publish.errors import PublishError
-from parallel_publish.retry import Stop, Stopped, never, retried, status_of
+from parallel_publish.retry import Stop, Stopped, is_offline, never, retried, status_of
 from parallel_publish.target import Target
 
 if TYPE_CHECKING:
@@ -42,12 +42,18 @@ def client(target: Target) -> HfApi:
     return HfApi(endpoint=endpoint(), token=target.token, library_name="parallel-publish")
 
 
-def refuse_setup(target: Target) -> None:
-    """Refuse variables of this machine that make a request impossible, before any is sent."""
-    from huggingface_hub import constants, get_token
+def _offline() -> bool:
+    from huggingface_hub import constants
 
     # The client reads this variable once, when it is imported; so the constant decides.
-    if constants.HF_HUB_OFFLINE:
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def refuse_setup(target: Target) -> None:
+    """Refuse variables of this machine that make a request impossible, before any is sent."""
+    from huggingface_hub import get_token
+
+    if _offline():
         raise PublishError.of(
             "HF_HUB_OFFLINE",
             f"is set, so {target.repo_id} cannot be reached.",
@@ -102,6 +108,12 @@ def ask(
 
 def _problem(target: Target, what: str, error: Exception) -> Problem:
     status = status_of(error)
+    if is_offline(error) or _offline():
+        return Problem(
+            "HF_HUB_OFFLINE",
+            f"is set, and {target.repo_id}@{target.revision} is not in the client's cache.",
+            "Unset it, or fetch the repository once with a connection.",
+        )
     remedies = {
         401: TOKEN_REMEDY,
         403: "Use a token that may, or another repository.",

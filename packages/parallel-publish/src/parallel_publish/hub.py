@@ -31,12 +31,14 @@ def publish_files(
     *,
     message: str,
     replaces: Callable[[str], bool] = lambda path: False,
+    merges: Mapping[str, Callable[[bytes], bytes]] | None = None,
     on_note: Callable[[str], None] = note,
     stop: Stop = never,
 ) -> str:
     """Send files or bytes, by path in the repository, in one commit; returns its address.
 
     Files there for which `replaces` is true and that are not sent are removed by the same commit.
+    Of a path in `merges` that is there already, what its function makes of it is sent instead.
     Tried again as the target's policy says; a commit whose answer was lost is not made twice. Once
     `stop` is true it ends: at once while files are sent, which by themselves change nothing, and
     otherwise with the answer to the commit.
@@ -55,9 +57,16 @@ def publish_files(
         head = api.model_info(target.repo_id, revision=target.revision)
         there = [sibling.rfilename for sibling in head.siblings or ()]
         stale = [path for path in there if replaces(path) and path not in files]
+        # At the very commit that the new one follows: nothing that a person wrote in between is
+        # lost.
+        merged = {
+            name: merge(_fetched(target, name, head.sha))
+            for name, merge in (merges or {}).items()
+            if name in there and name in files
+        }
         added = [
             CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
-            for name, content in sorted(files.items())
+            for name, content in sorted({**files, **merged}.items())
         ]
         # The large files are sent by a call of their own. They change nothing until the commit
         # names them, so the time in which a caller must not leave is that of the commit alone.
@@ -95,6 +104,15 @@ def publish_files(
             f"{target.repo_id}@{target.revision}",
             "may be written: stopped on request, while the commit waited for its answer.",
         ) from None
+
+
+def _fetched(target: Target, path: str, commit: str | None) -> bytes:
+    from huggingface_hub import hf_hub_download
+
+    found = hf_hub_download(
+        target.repo_id, path, revision=commit, token=target.token, endpoint=endpoint()
+    )
+    return Path(found).read_bytes()
 
 
 def list_files(target: Target) -> list[RemoteFile]:

@@ -36,6 +36,9 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
         api = client(target)
         # The token comes first: without the right one the Hub calls a private repository missing.
         _check_token(api, target)
+        # Before the repository is made: a card that is refused must not leave an empty one.
+        if card is not None:
+            check_card(target, card)
         existing = _visibility(api, target)
         if existing is False and target.private:
             raise PublishError.of(
@@ -49,8 +52,6 @@ def preflight(target: Target, *, card: str | None = None, stop: Stop = never) ->
         else:
             _check_write_right(api, target)
         _make_branch(api, target)
-        if card is not None:
-            check_card(target, card)
 
     ask(target, check, "prepared", stop=stop)
 

@@ -196,6 +196,7 @@ def find_pretrained(
     if path.is_dir():
         # A folder with a model is that model; only otherwise may it be a run or a checkpoint.
         if (path / CONFIG).is_file() or any(belongs_to_weights(p.name) for p in path.iterdir()):
+            require_safetensors(path, str(source))
             return path
         return StepFolder(resolve_checkpoint(path)).pretrained_model
     if not is_repo_id(str(source), namespace=True):
@@ -207,7 +208,48 @@ def find_pretrained(
         repo_id=str(source), revision=revision or "main", token=token, retry=RetryPolicy(attempts=3)
     )
     # A repository may hold the run's checkpoints too, which no model needs.
-    return download(target, ignore=["checkpoints/*"])
+    folder = download(target, ignore=["checkpoints/*"])
+    require_safetensors(folder, f"{target.repo_id}@{target.revision}")
+    return folder
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = (".h5", ".msgpack", ".gguf", ".onnx", ".tflite", ".npz")
+
+
+def require_safetensors(folder: Path, source: str) -> None:
+    """Refuse a folder without weights that can be read, by what it holds instead.
+
+    Without this a model would list each of its tensors as missing.
+
+    Raises:
+        ConfigError: it does not hold a safetensors file of a whole model.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    stored = [name for name in names if name.endswith(".safetensors")]
+    if any(not name.startswith("adapter_") for name in stored):
+        return
+    if stored:
+        raise ConfigError.of(
+            source,
+            f"holds {', '.join(stored)}: an adapter, and not the model that it belongs to.",
+            "Name the base model, or merge the adapter into it first.",
+        )
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if pickles:
+        raise ConfigError.of(
+            source,
+            f"holds weights only as pickles ({', '.join(pickles[:3])}), which are never read here: "
+            "a pickle can run any code.",
+            "If you trust it, write model.safetensors from it: safetensors.torch.save_file("
+            "torch.load(file, weights_only=True), 'model.safetensors').",
+        )
+    others = ", ".join([name for name in names if name.endswith(_OTHERS)][:3])
+    raise ConfigError.of(
+        source,
+        f"does not hold weights as safetensors{f', but {others}' if others else ''}.",
+        "Name a folder or a branch with model.safetensors.",
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

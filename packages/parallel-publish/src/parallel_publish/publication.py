@@ -9,7 +9,8 @@ from pathlib import Path
 from parallel_ckpt.layout import belongs_to_weights
 from parallel_config import ReportedError
 from parallel_publish.bundle import bundle_files
-from parallel_publish.card import CURVE
+from parallel_publish.card import CARD, CURVE
+from parallel_publish.card_merge import merge_cards
 from parallel_publish.client import note
 from parallel_publish.hub import publish_files
 from parallel_publish.retry import Stop, never
@@ -72,6 +73,16 @@ class Staged:
 
 
 def send(folder: Path, target: Target, on_note: Callable[[str], None], stop: Stop) -> Publication:
+    said: dict[str, None] = {}
+
+    def renewed(theirs: bytes) -> bytes:
+        # At each attempt anew, so the lines are collected and not said here.
+        found = merge_cards(
+            (folder / CARD).read_text(encoding="utf-8-sig"), theirs.decode(errors="replace")
+        )
+        said.update(dict.fromkeys(found.said))
+        return found.text.encode()
+
     try:
         files = bundle_files(folder)
         url = publish_files(
@@ -82,9 +93,12 @@ def send(folder: Path, target: Target, on_note: Callable[[str], None], stop: Sto
             # Shards of a former model would be loaded with the new ones, and the new card may not
             # have a curve. Everything else stays: it may be a person's.
             replaces=lambda path: belongs_to_weights(path) or path == CURVE,
+            merges={CARD: renewed},
             on_note=on_note,
             stop=stop,
         )
+        for line in said:
+            on_note(f"the card of {target.repo_id} {line}")
     except ReportedError as error:
         return Publication(
             repo_id=target.repo_id,

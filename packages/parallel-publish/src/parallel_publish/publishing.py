@@ -28,6 +28,7 @@ from parallel_publish.bundle import (
     left_out,
     num_bytes,
     refuse_damage,
+    remove_bundle,
     seal,
     write_card,
 )
@@ -45,6 +46,7 @@ from parallel_publish.staging import (
     card_options,
     check_disk,
     empty_folder,
+    is_kept_bundle,
     weight_options,
 )
 from parallel_publish.target import Target
@@ -280,7 +282,11 @@ def _publish_folder(
         return failed(given, target, error, [] if fresh is None else [*card_options(config)])
     if fresh is not None:
         write_card(given, info, repo_id=target.repo_id)
-    return send(given, target, on_note, stop)
+    result = send(given, target, on_note, stop)
+    if result.ok and is_kept_bundle(given):
+        # It was kept for this try alone; a folder that a person named is theirs.
+        remove_bundle(given, on_note)
+    return result
 
 
 def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]) -> str:

@@ -134,6 +134,9 @@ def is_transient(error: BaseException) -> bool:
         return status in RETRIED_STATUS
     if isinstance(error, TimeoutError):
         return False  # our own limit
+    # By name, like the others: it is a ConnectionError, of a connection that the user forbade.
+    if is_offline(error):
+        return False
     return any(_is_network(found) for found in _causes(error))
 
 
@@ -159,6 +162,11 @@ def retry_after_s(error: BaseException) -> float | None:
         except (TypeError, ValueError):
             return None
     return None
+
+
+def is_offline(error: BaseException) -> bool:
+    """Whether the client refused to connect because HF_HUB_OFFLINE is set."""
+    return any(type(found).__name__ == "OfflineModeIsEnabled" for found in _causes(error))
 
 
 def _is_network(error: BaseException) -> bool:

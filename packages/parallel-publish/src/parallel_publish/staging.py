@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -24,6 +25,11 @@ def bundle_folder(root: Path, step: int, target: Target) -> Path:
     # Quoted, because the name of a branch may hold slashes.
     branch = "" if target.revision == "main" else f"@{quote(target.revision, safe='')}"
     return root / f"publish-{step_name(step)}-{target.repo_id.replace('/', '--')}{branch}"
+
+
+def is_kept_bundle(folder: Path) -> bool:
+    """Whether `bundle_folder` has named it."""
+    return re.fullmatch(r"publish-\d{6,}-.+--.+", folder.name) is not None
 
 
 def check_disk(folder: Path, needed_bytes: int, what: str = "the files to publish") -> None:

@@ -13,7 +13,7 @@ from parallel_ckpt import StepFolder, resolve_checkpoint
 from parallel_ckpt.load.weights import load_weights_alone
 from parallel_config.codec import parse, read_config_text
 from parallel_publish.bundle import refuse_damage
-from parallel_publish.pretrained import find_pretrained
+from parallel_publish.pretrained import find_pretrained, require_safetensors
 from parallel_train.data.spec import DataSpec
 from parallel_train.policies.base import PolicyConfig
 from parallel_train.policies.factory import build_policy
@@ -108,6 +108,7 @@ def load_policy(
 def _find(path: str | Path, revision: str | None, token: str | None) -> Path:
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
+        require_safetensors(folder, str(path))
         return folder
     if folder.exists():
         return StepFolder(resolve_checkpoint(folder)).pretrained_model
