@@ -164,6 +164,8 @@ def test_a_killed_rank_ends_its_peers(device, world_size, sharded, tmp_path):
         text = said(outcome, tmp_path)
         assert outcome.exit_code is not None, f"rank {outcome.rank} hung\n{text}"
         assert outcome.exit_code != 0
+        if device == "cpu":
+            assert "rank 1 gives no answer: killed, or cut off" in text
 
 
 def agrees_during_a_collective(device, degrees):

@@ -1,5 +1,6 @@
 """What would hang, or go wrong in silence, ends on every rank with an error that says why."""
 
+import datetime
 import os
 import signal
 import sys
@@ -38,7 +39,7 @@ class Choosy(nn.Module):
         return self.head(self.blocks[1 - first](self.blocks[first](x)))
 
 
-def prepared(degrees, accumulation=1, build=Choosy):
+def prepared(degrees, accumulation=1, build=Choosy, **options):
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,6 +49,7 @@ def prepared(degrees, accumulation=1, build=Choosy):
             gradient_accumulation=GradientAccumulationConfig(steps=accumulation)
         ),
         device="cpu",
+        **options,
     )
     model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
     return engine, model, optimizer
@@ -181,22 +183,53 @@ def test_a_rank_that_raises_ends_all_with_its_error(degrees, accumulation, where
     assert time.monotonic() - started < 45
 
 
-def dies_on_rank_1():
+def dies_on_rank_1(where):
     engine, model, optimizer = prepared({"dp_shard": -1})
+    end = (lambda *args: os.kill(os.getpid(), signal.SIGKILL)) if engine.rank == 1 else None
+
+    def loss_fn(m, batch):
+        if end is not None and where == "forward":
+            end()
+        loss = m(batch).mean()
+        if end is not None and where == "backward":
+            loss.register_hook(end)
+        return loss
+
+    if end is not None and where == "optimizer":
+        optimizer.optimizer.register_step_pre_hook(end)
+    for _ in range(2):  # the second one finds a rank that has died behind the last collective
+        engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_every_rank_that_is_left_names_the_killed_one(where):
+    """Four ranks: rank 3 may hear of it only when rank 0 ends, and the store with it."""
+    ranks = 4 if where == "backward" else 2
+    killed = rank_outcomes(dies_on_rank_1, ranks, where, init=False)
+    assert [o.exit_code for o in killed] == [1, -signal.SIGKILL, 1, 1][:ranks]
+    for outcome in (o for o in killed if o.rank != 1):
+        assert outcome.error_type == "PeerError"
+        assert "rank 1 gives no answer: killed, or cut off" in outcome.error
+
+
+def comes_late_on_rank_1():
+    from parallel_engine import failures
+
+    failures.HEARD_S = 2.0
+    engine, model, optimizer = prepared({"dp_shard": -1}, timeout=datetime.timedelta(seconds=3))
 
     def loss_fn(m, batch):
         if engine.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(8)
         return m(batch).mean()
 
     engine.step(model, optimizer, None, [torch.ones(2, 4)], loss_fn)
 
 
-def test_a_killed_rank_ends_its_peer():
-    killed = rank_outcomes(dies_on_rank_1, 2, init=False)
-    assert [o.exit_code for o in killed] == [1, -signal.SIGKILL]
-    assert killed[0].error_type == "PeerError"
-    assert "rank 1 gives no answer: killed, or cut off" in killed[0].error
+def test_a_late_rank_is_named_by_every_rank():
+    for outcome in rank_outcomes(comes_late_on_rank_1, 2, init=False):
+        assert outcome.error_type == "PeerError"
+        assert "rank 1 did not come to a collective in time: late, or stuck" in outcome.error
 
 
 def rank_0_dies():

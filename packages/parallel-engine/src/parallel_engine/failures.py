@@ -4,6 +4,10 @@ Inside forward and backward no rank can ask the others whether all is well. A fa
 its error into the launch's store and raises. Its peers find their collective broken, or, where the
 backend does not notice, are ended by a watching thread; either way they quote the error.
 
+A rank that is killed tells nothing. The first rank whose collective breaks finds out who gives no
+answer, and writes that into the store too. It stays until the others know it: their collectives may
+break only when this rank ends, and the store may end with it.
+
 Ranks that run other wrap units raise nothing at all: they wait in collectives that do not fit. The
 watching threads find that from what each rank ran last.
 """
@@ -13,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -34,6 +39,10 @@ STALL_S = 60.0
 """How long no wrap unit runs before ranks look whether they ran the same ones."""
 GRACE_S = 20.0
 """How long a peer's main thread may take to notice by itself before the process is ended."""
+# What gloo, NCCL and torch's process groups say of a peer; an error of the model says other things.
+_BROKEN = re.compile(
+    r"/gloo/|NCCL|ProcessGroup|Timed out waiting|Connection (closed|reset|refused)|Broken pipe"
+)
 
 
 class Failures:
@@ -55,7 +64,7 @@ class Failures:
         self._store: Store | None = None
         self._left = threading.Event()
         self._heard: list[str] = []
-        """The peers' error, once the watching thread has read it."""
+        """What the watching thread has read: the first error, then who is lost."""
         if world_size > 1:
             self._begin()
 
@@ -113,23 +122,56 @@ class Failures:
             if first == mine:
                 print(f"parallel_engine: {mine}", file=sys.stderr, flush=True)
             store.set(f"heard/{self._rank}", "")
-            deadline = time.monotonic() + HEARD_S
-            while (silent := self._silent(store)) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            store.set(f"broke/{self._rank}", "")
+            if silent := self._waited_for(store, "heard", range(self._world_size)):
+                found = f"{_ranks(silent)} no answer: killed, or cut off. First seen: {first}"
+                return self._lost(store, found, silent)
+            if first == mine and _is_broken(error):
+                return self._late(store, mine)
         except RuntimeError:  # the store went with the rank that hosted it
             if first == mine:
                 return None
             gone = None if self._rank == 0 else "rank 0 is gone, and the launch's store with it"
-            return self._heard[0] if self._heard else gone
-        if silent:
-            who = f"ranks {silent} give" if len(silent) > 1 else f"rank {silent[0]} gives"
-            return f"{who} no answer: killed, or cut off. First seen: {first}"
-        return None if first == mine else str(first)
+            return self._heard[-1] if self._heard else gone
+        return None if first == mine else self._heard[-1] if self._heard else first
 
-    def _silent(self, store: Store) -> list[int]:
-        """Ranks that have not read the error."""
-        ranks = range(self._world_size)
-        return [rank for rank in ranks if not store.check([f"heard/{rank}"])]
+    def _lost(self, store: Store, found: str, silent: Collection[int]) -> str:
+        """Publish who is lost, and stay until the ranks that are left know it."""
+        found = store.compare_set("lost", "", found).decode()
+        store.set(f"knows/{self._rank}", "")
+        left = [rank for rank in range(self._world_size) if rank not in silent]
+        self._waited_for(store, "knows", left)
+        return found
+
+    def _late(self, store: Store, mine: str) -> str:
+        """Who has not come to the collective in which this rank has waited too long."""
+        late = self._waited_for(store, "broke", range(self._world_size))
+        if not late:
+            return f"a collective broke on every rank. First seen: {mine}"
+        who = "ranks " + str(late) if len(late) > 1 else f"rank {late[0]}"
+        found = f"{who} did not come to a collective in time: late, or stuck. First seen: {mine}"
+        return self._lost(store, found, ())
+
+    def _waited_for(self, store: Store, what: str, ranks: Collection[int]) -> list[int]:
+        """Those of `ranks` that have not said `what` within `HEARD_S`."""
+        deadline = time.monotonic() + HEARD_S
+        while silent := [rank for rank in ranks if not store.check([f"{what}/{rank}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return silent
+
+
+def _ranks(silent: list[int]) -> str:
+    return f"ranks {silent} give" if len(silent) > 1 else f"rank {silent[0]} gives"
+
+
+def _is_broken(error: BaseException | None) -> bool:
+    """Whether the error is certainly that of a collective, by its class or by its words."""
+    if error is None:
+        return False
+    says_so = type(error) is RuntimeError and _BROKEN.search(str(error)) is not None
+    return says_so or isinstance(error, dist.DistError) or _is_broken(error.__cause__)
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
@@ -161,16 +203,29 @@ def _watch(
             del failures
             if not store.check(["error"]):
                 continue
-            text = store.get("error").decode()
-            heard.append(text)
+            heard.append(store.get("error").decode())
             store.set(f"heard/{rank}", "")
         except RuntimeError:
             return
-        if not left.wait(GRACE_S):
-            print(f"parallel_engine: rank {rank} ends: {text}", file=sys.stderr)
+        if not _left_within_grace(store, rank, left, heard):
+            print(f"parallel_engine: rank {rank} ends: {heard[-1]}", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
         return
+
+
+def _left_within_grace(store: Store, rank: int, left: threading.Event, heard: list[str]) -> bool:
+    """Whether the main thread notices by itself; reads meanwhile who is lost."""
+    deadline = time.monotonic() + GRACE_S
+    while (remaining := deadline - time.monotonic()) > 0:
+        if left.wait(min(POLL_S, remaining)):
+            return True
+        # Without a store, which went with its rank, there is nothing more to read.
+        with contextlib.suppress(RuntimeError):
+            if len(heard) == 1 and store.check(["lost"]):
+                heard.append(store.get("lost").decode())
+                store.set(f"knows/{rank}", "")
+    return False
 
 
 class _Stall:

@@ -136,10 +136,10 @@ class Update:
                 # Not sooner: while FSDP2 has a unit gathered, its parameters are others.
                 parameters = list(model.parameters())
                 sums = self._reduce(window, told, square_share(parameters, self._device))
-            # Backward has averaged sums over the ranks: back to sums, then over all weights.
-            scale = self._topology.dp_world_size / sums.weight
-            norm = sums.norm * scale
-            scale_and_clip(parameters, norm=norm, scale=scale, max_norm=clip_norm)
+                # Backward has averaged sums over the ranks: back to sums, then over all weights.
+                scale = self._topology.dp_world_size / sums.weight
+                norm = sums.norm * scale
+                scale_and_clip(parameters, norm=norm, scale=scale, max_norm=clip_norm)
             # Outside of `told`: all ranks see the same numbers, so all of them raise.
             skip = self._nonfinite.must_skip(sums.loss, norm, scaled=self._is_scaled)
         self.apply(optimizer, scheduler, skip=skip)
@@ -246,10 +246,11 @@ class Update:
 
     def clip(self, model: nn.Module, *, scale: float = 1.0, clip_norm: float | None) -> float:
         """Collective: every rank. Scale and clip the gradients; as `Engine.clip`."""
-        self._ready_gradients(model)
-        parameters = list(model.parameters())
-        norm = global_norm(parameters) * scale
-        scale_and_clip(parameters, norm=norm, scale=scale, max_norm=clip_norm)
+        with self._failures.told():
+            self._ready_gradients(model)
+            parameters = list(model.parameters())
+            norm = global_norm(parameters) * scale
+            scale_and_clip(parameters, norm=norm, scale=scale, max_norm=clip_norm)
         return norm
 
     def _ready_gradients(self, model: nn.Module) -> None:
@@ -270,6 +271,11 @@ class Update:
             self.clip(self._model, clip_norm=None)
         self._is_clipped = False
         self._has_updated = True
+        # An optimizer may have collectives of its own, and its state may not fit into memory.
+        with self._failures.told():
+            self._apply(optimizer, scheduler, skip=skip)
+
+    def _apply(self, optimizer: Optimizer, scheduler: Scheduler | None, *, skip: bool) -> None:
         scaler = self._accelerator.scaler
         # accelerate's wrapper looks for an optional package in every call; only a scaler needs it.
         inner = getattr(optimizer, "optimizer", optimizer) if scaler is None else optimizer
@@ -312,8 +318,12 @@ class Update:
         """An error leaves no gradients behind, which the next window would be added to."""
         try:
             yield
-        except BaseException:
-            drop_gradients(model)
+        except BaseException as error:
+            try:
+                drop_gradients(model)
+            except Exception as second:  # a group that is broken; the first error says why
+                self._is_torn = True
+                error.add_note(f"the gradients could not be dropped: {second}")
             if self._is_clipped and self._is_scaled:
                 self._accelerator.scaler.update()  # or it would not unscale the next gradients
             self._is_clipped = False

@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 
+from parallel_config import ReportedError
+
 DONE = 0
 FAILED = 1
 """The run failed, a checkpoint is damaged, or this machine cannot train."""
@@ -42,6 +44,14 @@ def fail(error: Exception, where: str) -> int:
     print(f"{where.strip()}: error\n" if "\n" not in text else "", end="", file=sys.stderr)
     print(text, file=sys.stderr)
     return WRONG_INPUT
+
+
+def code_of(error: ReportedError) -> int:
+    """The exit code of a run that ended by this error: wrong input, unless its class says else."""
+    from parallel_ckpt.errors import RankLost
+
+    # What was given is right, so a scheduler may start the run again.
+    return FAILED if isinstance(error, RankLost) else WRONG_INPUT
 
 
 def is_well(code: int) -> bool:

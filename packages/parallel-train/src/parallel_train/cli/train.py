@@ -18,7 +18,7 @@ from parallel_train.cli.exits import (
     FAILED,
     NOT_PUBLISHED,
     PREEMPTED,
-    WRONG_INPUT,
+    code_of,
     end_at_once,
     fail,
     is_well,
@@ -157,7 +157,7 @@ def _train(
         # Agreed errors are the main rank's to print; any other is this rank's own.
         if facts.is_main or not is_agreed(error):
             fail(error, f"ptrain {parsed.argv[0]}")
-        return WRONG_INPUT
+        return code_of(error)
     except (NonFiniteError, UnusedParametersError) as error:  # the same on every rank
         if facts.is_main:
             fail(error, f"ptrain {parsed.argv[0]}")
