@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -15,11 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from parallel_config import ConfigError
-from parallel_train.data.config import DatasetConfig
+from parallel_train.data.config import EMBEDDED_ROOT, DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
+from parallel_train.data.opening import examine, left_out
+from parallel_train.data.spec import DataSpec
 from parallel_train.data.writing import Episode, write_dataset
 from parallel_train.policies.act.configuration import ACTConfig
+from parallel_train.policies.reward.configuration import RewardConfig
 from parallel_train.policies.wam.configuration import WAMConfig
+from parallel_train.run.folder import RunFiles
 
 av = pytest.importorskip("av", reason="needs the extra vision")
 
@@ -400,3 +407,157 @@ def test_a_depth_map_is_not_a_colour_picture(video: Path, entry: dict[str, Any])
     _declare(video, TOP, **entry)
     with pytest.raises(ConfigError, match=r"\[64, 64, 1\]: it is not a colour picture.*depth maps"):
         LeRobotDataset(video, cameras=[TOP])
+
+
+def _task(root: Path, text: str) -> None:
+    table = pa.table({"task_index": [0, 1], "task": [text + " left", text + " right"]})
+    pq.write_table(table, root / "meta/tasks.parquet")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a torn data file": (lambda r: (r / FRAMES).write_bytes(b"PAR1"), r"file-000.parquet cannot"),
+    "frames of another rate": (
+        lambda r: _json(r, "info.json", lambda info: info.update(fps=12)),
+        r"frame 1 of episode 0 is at .* but at 12 fps it belongs at",
+    ),
+    "NaN in the actions": (
+        lambda r: _column(r, "action", pa.array([[float("nan"), 0.0]] * 75)),
+        r"action\[0\] is nan in episode 0, frame 0 \(75 such frames",
+    ),
+    "actions in other units": (
+        lambda r: _column(r, "action", pa.array([[57.3, 0.1]] * 75)),
+        r"meta/stats.json: action: mean\[0\] is .* but the frames give 57.3",
+    ),
+    "no statistics": (lambda r: (r / "meta/stats.json").unlink(), r"does not have statistics of"),
+    "a width of another robot": (
+        lambda r: _declare(r, "action", shape=[7]),
+        r"'action' is declared with shape \[7\], but .* holds 2 values",
+    ),
+    "an unknown task": (
+        lambda r: _column(r, "task_index", pa.array([5] * 75)),
+        r"task_index reaches 5, but meta/tasks.parquet has 2 tasks",
+    ),
+    "an episode that was never copied": (
+        lambda r: pq.write_table(pq.read_table(r / FRAMES).slice(0, 50), r / FRAMES),
+        r"hold 50 frames of the 75 that meta/episodes says",
+    ),
+    "a video that was never copied": (lambda r: (r / MP4).unlink(), r"file-000.mp4 is missing"),
+    "a video that ends early": (lambda r: _short(r, 70), r"of episode 2 and of 4 others"),
+    "a video that begins elsewhere": (
+        lambda r: _rows(r, lambda rows: rows[0].update({f"videos/{TOP}/from_timestamp": 100.0})),
+        r"picture of frame 0 of episode 0 and of \d+ others: it belongs at 100.0000 s",
+    ),
+    "pictures in 0..255": (
+        lambda r: _json(r, "stats.json", _scaled(255)),
+        r"but pictures are scaled to \[0, 1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_of_twelve_faults_is_refused_with_a_remedy(name: str, video: Path) -> None:
+    damage, message = FAULTS[name]
+    damage(video)
+    with pytest.raises(ConfigError, match=message):
+        LeRobotDataset(video, cameras=[TOP])
+    found = examine(video).problems
+    assert any(re.search(message, problem.message) for problem in found), found
+    assert all(problem.remedy for problem in found)
+
+
+def test_the_doctor_finds_all_faults_of_a_dataset_at_once(video: Path) -> None:
+    assert examine(VIDEO).problems == ()
+    for name in ("NaN in the actions", "a video that ends early", "an unknown feature"):
+        FAULTS.get(name, (lambda r: _declare(r, "extra", dtype="int64", shape=[1]), ""))[0](video)
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel_train", "doctor", "--dataset", str(video)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    for part in (
+        "75 frames in 3 episode(s) of 20 to 30 frames, at 10 fps",
+        "action[0] is nan",
+        "leave these episodes out: --dataset.episodes",
+        "does not have the picture of frame 2",
+        "does not have the column 'extra'",
+        "3 problem(s).",
+    ):
+        assert part in done.stdout
+
+
+def test_what_a_policy_is_trained_without_is_one_line(state: Path) -> None:
+    EFFORTS["NaN"](state)
+    _declare(state, "observation.matrix", dtype="float32", shape=[2, 2])
+    _declare(state, "observation.words", dtype="string", shape=[1])
+    table = pq.read_table(state / FRAMES)
+    matrix = pa.array([[[0.0, 1.0], [1.0, 0.0]]] * 75)
+    pq.write_table(table.append_column("observation.matrix", matrix), state / FRAMES)
+    wam = WAMConfig()
+    (line,) = left_out(_opened(state, wam), wam)
+    assert line == (
+        "left out of the data: observation.effort (the policy does not read it), "
+        "observation.matrix (the policy does not read it), "
+        "observation.words (string is not a number)"
+    )
+    config = ACTConfig()
+    assert list(left_out(_opened(VIDEO, config), config)) == [
+        f"left out of the data: {TOP} (not in --policy.cameras)"
+    ]
+
+
+def test_tasks_that_a_policy_would_confuse_are_refused() -> None:
+    def problems(*tasks: str) -> list[str]:
+        return [str(p) for p in WAMConfig(text_bytes=8).data_problems(DataSpec(10, {}, tasks))]
+
+    assert problems("pick red", "pick blue", "pick") == []
+    (found,) = problems("pick up red", "pick up blue", "pick up bees")
+    assert "'pick up bees' and 'pick up blue' are the same up to there" in found
+    assert "--policy.text_bytes 10 or more" in found
+    assert problems("", "") == []
+
+
+def test_names_are_not_repeated() -> None:
+    for config in (ACTConfig, WAMConfig, RewardConfig):
+        with pytest.raises(ConfigError, match=rf"policy.cameras names '{TOP}' more than once"):
+            config(cameras=(TOP, TOP))
+
+
+def test_a_relative_root_is_saved_as_an_absolute_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DatasetConfig(root="ds").root == str(tmp_path / "ds")
+    assert DatasetConfig(root="~/ds").root == str(Path.home() / "ds")
+
+
+def test_a_fingerprint_tells_data_apart_that_are_equal_in_size(state: Path, video: Path) -> None:
+    before = LeRobotDataset(state).fingerprint
+    assert before == LeRobotDataset(STATE).fingerprint  # wherever it lies
+    assert before != LeRobotDataset(state, episodes=[0, 1], stats="data").fingerprint
+    whole = LeRobotDataset(state)
+    assert whole.of_episodes([0]).fingerprint != whole.fingerprint
+    actions = pq.read_table(state / FRAMES)["action"].to_pylist()
+    _column(
+        state, "action", pa.array([actions[1], actions[0], *actions[2:]], pa.list_(pa.float32()))
+    )
+    assert before != LeRobotDataset(state).fingerprint
+    seen = LeRobotDataset(video, cameras=[TOP]).fingerprint
+    _short(video, 75)
+    assert seen != LeRobotDataset(video, cameras=[TOP]).fingerprint
+
+
+def test_a_run_does_not_lie_in_its_dataset(state: Path) -> None:
+    for folder in (state, state / "runs/1"):
+        with pytest.raises(ConfigError, match=r"output_dir = .* lies in the dataset"):
+            RunFiles(folder).create(state)
+    RunFiles(state.parent / "run").create(state)
+
+
+def test_tasks_are_written_where_lerobot_looks_for_their_text(counted: Path) -> None:
+    """It reads a pandas data frame, whose index are the texts."""
+    schema = pq.read_schema(counted / "meta/tasks.parquet")
+    assert schema.pandas_metadata["index_columns"] == ["task"]
+    embedded = pq.read_schema(EMBEDDED_ROOT / "meta/tasks.parquet")
+    assert embedded.pandas_metadata == schema.pandas_metadata

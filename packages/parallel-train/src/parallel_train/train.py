@@ -119,7 +119,7 @@ def _make_ready(
         )
     )
     # Nothing was written so far: a run that is refused leaves no folder behind.
-    from_main(files.create)
+    from_main(lambda: files.create(config.dataset.folder))
     saver = CheckpointSaver(
         files.path,
         topology=decided.topology,

@@ -202,5 +202,8 @@ class DoctorCommand:
 
     output_dir: str = "."
     """Folder that runs will be written to; its disk is tested."""
+    dataset: str | None = None
+    """Folder of a dataset: everything in it is looked at instead of the machine. Exit code 1: it
+    cannot be trained on as it is."""
     json: bool = False
     """Print JSON for programs."""

@@ -70,6 +70,9 @@ def run(parsed: Parsed) -> int:
         "disk": lambda: _disk(folder),
         "options": _extras,
     }
+    if parsed.command.dataset is not None:
+        root = Path(parsed.command.dataset).expanduser()
+        sections = {"dataset": lambda: _dataset(root)}
     findings = [(title, f) for title, look in sections.items() for f in _all(title, look)]
     if parsed.command.json:
         print(json.dumps([{"section": title, **vars(f)} for title, f in findings], indent=2))
@@ -97,6 +100,9 @@ def _show(findings: list[tuple[str, Finding]]) -> None:
         last = title
         print(f"  {signs[finding.level]}  {finding.name:<12} {finding.text}")
     failed = [finding.name for _, finding in findings if finding.level == "fail"]
+    if last == "dataset":
+        print(f"{len(failed)} problem(s)." if failed else "This dataset can be trained on.")
+        return
     print(f"Training cannot run here: {', '.join(failed)}." if failed else "Training can run here.")
 
 
@@ -292,6 +298,16 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield Finding("write", "fail", text)
     embedded = (EMBEDDED_ROOT / "meta/info.json").is_file()
     yield Finding("dataset", "ok" if embedded else "fail", f"embedded one at {EMBEDDED_ROOT}")
+
+
+def _dataset(root: Path) -> Iterator[Finding]:
+    """Everything in a dataset's folder, all problems at once."""
+    from parallel_train.data.opening import examine  # it imports torch
+
+    found = examine(root)
+    yield from (Finding("holds", "ok", fact) for fact in found.facts)
+    for number, problem in enumerate(found.problems, 1):
+        yield Finding(f"problem {number}", "fail", f"{problem.message} {problem.remedy}")
 
 
 def _durability(folder: Path) -> Iterator[Finding]:

@@ -18,6 +18,8 @@ from parallel_train.data.pictures import FEW, MANY, PictureSample
 from parallel_train.data.stats import Stats
 from parallel_train.data.video import Span, VideoFrames
 
+_SHOWN = 10
+
 
 class Cameras:
     """Reads frames of cameras by their index in the dataset.
@@ -88,6 +90,12 @@ class Cameras:
             return None
         return stats
 
+    def file_sizes(self, firsts: Indices) -> list[tuple[str, int]]:
+        """Name and bytes of the files that hold the episodes which begin at the frames `firsts`."""
+        places = self._episode_of[firsts].tolist()
+        files = sorted({self._span(place, name).file for place in places for name in self.names})
+        return [(file, (self._metadata.root / file).stat().st_size) for file in files]
+
     def _rows(self) -> Indices:
         episodes = [self._metadata.episodes[place] for place in self._episodes]
         return np.concatenate([np.arange(e.first, e.end) for e in episodes])
@@ -104,7 +112,16 @@ class Cameras:
             file, from_s = episode.videos[name].file, episode.videos[name].from_s
             span = Span(episode.number, from_s, episode.end - episode.first)
             spans.setdefault(file, []).append(span)
-        sizes = {file: self._video.check(file, part) for file, part in sorted(spans.items())}
+        sizes: dict[str, tuple[int, int]] = {}
+        problems: list[Problem] = []
+        for file, part in sorted(spans.items()):
+            try:
+                sizes[file] = self._video.check(file, part)
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            # All at once, but a folder that was not copied is not a thousand lines.
+            raise ConfigError(problems[:_SHOWN])
         (first, size), *others = sizes.items()
         for file, other in others:
             if other != size:

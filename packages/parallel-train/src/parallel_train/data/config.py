@@ -20,8 +20,9 @@ class DatasetConfig:
     """A LeRobotDataset v3.0 folder and how its frames reach the model."""
 
     root: str | None = None
-    """Folder of the dataset (the one that holds meta/info.json). None means the dataset that ships
-    in the package, which was recorded from MetaWorld's scripted experts."""
+    """Folder of the dataset (the one that holds meta/info.json), saved as an absolute path. None
+    means the dataset that ships in the package, which was recorded from MetaWorld's scripted
+    experts."""
     episodes: tuple[int, ...] | None = None
     """Episodes to train on, by number; None takes every one."""
     rename: dict[str, str] = field(default_factory=dict)
@@ -43,9 +44,10 @@ class DatasetConfig:
     """Stage batches in page-locked memory when the device is a GPU."""
 
     def __post_init__(self) -> None:
-        # A shell does not expand --dataset.root=~/data, nor a path in a file.
-        if self.root is not None and self.root.startswith("~"):
-            object.__setattr__(self, "root", str(Path(self.root).expanduser()))
+        # A shell does not expand --dataset.root=~/data, nor a path in a file. Absolute: a run that
+        # is resumed from another folder must not find another dataset under the same name.
+        if self.root is not None and self.root.strip():
+            object.__setattr__(self, "root", str(Path(self.root).expanduser().absolute()))
         if self.episodes is not None:
             # The dataclass is frozen; a caller may give a list.
             object.__setattr__(self, "episodes", tuple(self.episodes))

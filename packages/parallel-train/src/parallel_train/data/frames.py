@@ -242,14 +242,19 @@ def file_stats(
     stats: dict[str, Stats] = {}
     for name in learned(metadata, loaded.columns):
         try:
-            stats[name] = _of_file(metadata, loaded, chosen, name)
+            stats[name] = stats_of_file(metadata, loaded, chosen, name)
         except ConfigError:
             if is_demanded(metadata.rename.get(name, name)):
                 raise
     return stats
 
 
-def _of_file(metadata: Metadata, loaded: Loaded, chosen: Indices, name: str) -> Stats:
+def stats_of_file(metadata: Metadata, loaded: Loaded, chosen: Indices, name: str) -> Stats:
+    """Those of one feature.
+
+    Raises:
+        ConfigError: they are missing or disagree with the frames.
+    """
     way = "Use --dataset.stats data to compute them from the frames."
     column, entry = loaded.columns[name], metadata.stats.get(name)
     if not isinstance(entry, dict):
@@ -297,7 +302,11 @@ def _column(metadata: Metadata, table: pa.Table, file: str, name: str, feature: 
         )
     column = table[name].combine_chunks()
     if column.null_count:
-        raise folder_error(metadata.root, f"{file}: {name} is empty in {column.null_count} frames.")
+        raise folder_error(
+            metadata.root,
+            f"{file}: {name} is empty in {column.null_count} frames.",
+            "Fill them, or leave their episodes out: --dataset.episodes with the others.",
+        )
     values, widths, kind = _flat(column)
     if values is None:
         raise folder_error(

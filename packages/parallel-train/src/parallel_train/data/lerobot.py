@@ -7,6 +7,9 @@ clear error. Vectors are held in memory, so that a batch is cut out of them in o
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -21,7 +24,7 @@ from parallel_config import ConfigError, Problem
 from parallel_train.data import frames
 from parallel_train.data.cameras import Cameras
 from parallel_train.data.config import DatasetConfig
-from parallel_train.data.frames import Indices
+from parallel_train.data.frames import Column, Indices
 from parallel_train.data.metadata import Metadata, folder_error, read_metadata
 from parallel_train.data.spec import DataSpec, Feature, is_learned
 from parallel_train.data.stats import Stats, mode_of
@@ -174,8 +177,8 @@ class LeRobotDataset(Dataset[Batch]):
         other._frames = frames.select_frames(self.metadata, episodes)
         if not self._present[other._frames].all():
             raise ValueError(f"episodes {list(episodes)} were not read: name them in `also`")
-        columns = {name: column.numpy() for name, column in self._columns.items()}
-        frames.check_values(self.metadata, columns, other._frames, self._is_read)
+        frames.check_values(self.metadata, self._arrays(), other._frames, self._is_read)
+        other.__dict__.pop("fingerprint", None)
         return other
 
     def check_range(self, name: str, low: float, high: float) -> None:
@@ -197,6 +200,25 @@ class LeRobotDataset(Dataset[Batch]):
                 f"but the policy reads it as numbers from {low:g} to {high:g}.",
                 "Name another feature, or bring its values into that range.",
             )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of what is trained on: tasks, numbers and sizes of the videos of the chosen episodes."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(json.dumps([self.fps, list(self.tasks)]).encode())
+        frame_rows = torch.from_numpy(self._frames)
+        for name in sorted(frames.learned(self.metadata, self._arrays(), self._is_read)):
+            digest.update(name.encode())
+            digest.update(self._columns[name][frame_rows].numpy().tobytes())
+        for name in ("task_index", "episode_index"):
+            digest.update(self._columns[name][frame_rows].numpy().tobytes())
+        # Not their contents: reading all videos would take as long as a part of the training.
+        for file, size in self._cameras.file_sizes(np.unique(self._first[self._frames])):
+            digest.update(f"{file} {size}".encode())
+        return digest.hexdigest()
+
+    def _arrays(self) -> dict[str, Column]:
+        return {name: column.numpy() for name, column in self._columns.items()}
 
     @property
     def spec(self) -> DataSpec:

@@ -72,10 +72,7 @@ def write_dataset(
         (root / folder).mkdir(parents=True, exist_ok=True)
     columns = {name: np.concatenate([f[name] for f in frames]) for name in frames[0]}
     _write_frames(root / "data/chunk-000/file-000.parquet", columns, starts, ends)
-    pq.write_table(
-        pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": tasks}),
-        root / "meta/tasks.parquet",
-    )
+    pq.write_table(_tasks(tasks), root / "meta/tasks.parquet")
     stats = {name: _stats(column) for name, column in columns.items()}
     for camera in cameras:
         parts = [episode.images[camera] for episode in episodes]
@@ -85,6 +82,23 @@ def write_dataset(
     _write_episodes(root, episodes, starts, ends, fps)
     _write_json(root / "meta/stats.json", stats)
     _write_json(root / "meta/info.json", _info(columns, episodes, tasks, fps, robot_type))
+
+
+def _tasks(tasks: Sequence[str]) -> pa.Table:
+    """A pandas data frame whose index are the texts, which is where LeRobot looks for them."""
+    table = pa.table({"task_index": pa.array(range(len(tasks)), pa.int64()), "task": tasks})
+    columns = [
+        {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": dtype}
+        for name, kind, dtype in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
+    ]
+    names = {"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}
+    pandas = {
+        "index_columns": ["task"],
+        "column_indexes": [{**names, "metadata": {"encoding": "UTF-8"}}],
+        "columns": [{**column, "metadata": None} for column in columns],
+        "pandas_version": "2.0.0",
+    }
+    return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 
 
 def _frames(index: int, episode: Episode, task: int, fps: int) -> dict[str, npt.NDArray[Any]]:

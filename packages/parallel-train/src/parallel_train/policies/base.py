@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from parallel_config import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +47,14 @@ class PolicyConfig:
         By path in the run's config, such as `optimizer.lr`. A resumed run keeps its own.
         """
         return {}
+
+
+def repeated_names(field: str, names: Sequence[str]) -> Iterator[Problem]:
+    """A problem of `policy.<field>` where it names a feature twice: it would be read twice."""
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        yield Problem(
+            f"policy.{field}",
+            f"names {', '.join(map(repr, repeated))} more than once.",
+            f"Use --policy.{field} {' '.join(dict.fromkeys(names))}.",
+        )

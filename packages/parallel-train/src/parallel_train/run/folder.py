@@ -42,12 +42,21 @@ class RunFiles:
         """Whether a run was started here before."""
         return self.train_config.exists() or self.checkpoints.exists()
 
-    def create(self) -> None:
+    def create(self, dataset: Path | None = None) -> None:
         """Make the folder and prove that it can be written.
 
         Raises:
-            ConfigError: it is a file, or cannot be made or written.
+            ConfigError: it is a file, cannot be made or written, or lies in the folder `dataset`.
         """
+        # A run's files would become a part of the dataset, and are sent to the Hub with it.
+        if dataset is not None and self.path.resolve().is_relative_to(dataset.resolve()):
+            raise ConfigError(
+                Problem(
+                    "output_dir",
+                    f"= {str(self.path)!r} lies in the dataset {str(dataset)!r}.",
+                    "Use --output_dir with a folder outside of it.",
+                )
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # Permissions alone do not tell: a file system may be read-only or full.

@@ -13,6 +13,7 @@ from parallel_config import Topology
 from parallel_engine.wrapping import unit_sizes
 from parallel_train.config import TrainConfig
 from parallel_train.data.lerobot import LeRobotDataset
+from parallel_train.data.opening import left_out
 from parallel_train.policies.registry import POLICIES
 from parallel_train.run.adapt import global_batch
 from parallel_train.run.start import DecidedJob
@@ -32,6 +33,7 @@ def overview(
         assert isinstance(data, LeRobotDataset)
         held_out = f"; held out: {_extent(data)}"
     yield f"data: {_extent(task.dataset)} of {config.dataset.folder}{held_out}"
+    yield from left_out(task.dataset, config.policy)
     batch = global_batch(config, topology)
     accumulation = config.accelerator.gradient_accumulation.steps
     passes = batch * config.steps / max(1, len(task.dataset))

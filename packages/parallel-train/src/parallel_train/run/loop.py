@@ -31,7 +31,7 @@ class Loop:
     model_files: dict[str, bytes]
     start_step: int
     start_samples: int
-    data_sizes: Mapping[str, int]
+    data_sizes: Mapping[str, int | str]
     """Samples and episodes of the training data, for the checkpoints."""
     peak_samples_per_s: float | None = None
     """Throughput at 100% model FLOPs utilization, where it is known."""

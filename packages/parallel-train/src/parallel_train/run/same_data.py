@@ -88,10 +88,19 @@ class TrainedBefore:
         if problems:
             raise ConfigError(problems)
         counts = self.data_state if isinstance(self.data_state, dict) else {}
-        for name, now in sizes(dataset).items():
-            # Told and not refused: data may grow between two starts.
-            if counts.get(name, now) != now:
-                lines.append(f"{name} of the training data: {counts[name]} -> {now}")
+        now = sizes(dataset)
+        # Told and not refused: data may grow or be mended between two starts.
+        changed = [name for name, value in now.items() if counts.get(name, value) != value]
+        if changed == ["fingerprint"]:
+            lines.append(
+                f"the training data in {dataset.metadata.root} are as many as the checkpoint's, "
+                f"but others: fingerprint {counts['fingerprint']} -> {now['fingerprint']}"
+            )
+        lines += [
+            f"{name} of the training data: {counts[name]} -> {now[name]}"
+            for name in changed
+            if name != "fingerprint"
+        ]
         return lines
 
     def _spec(self) -> DataSpec | None:
@@ -102,9 +111,13 @@ class TrainedBefore:
             return None  # written by another program: there is nothing to compare
 
 
-def sizes(dataset: LeRobotDataset) -> dict[str, int]:
-    """What a checkpoint remembers of the size of what was trained on."""
-    return {"samples": len(dataset), "episodes": dataset.num_episodes}
+def sizes(dataset: LeRobotDataset) -> dict[str, int | str]:
+    """What a checkpoint remembers of what was trained on."""
+    return {
+        "samples": len(dataset),
+        "episodes": dataset.num_episodes,
+        "fingerprint": dataset.fingerprint,
+    }
 
 
 def _difference(old: Normalizer, new: Normalizer) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.metadata import Metadata, read_metadata
 from parallel_train.data.order import GlobalBatchSampler, HeldOutSampler
-from parallel_train.data.spec import ACTION
+from parallel_train.data.spec import ACTION, DataSpec
 from parallel_train.data.split import split_episodes
 from parallel_train.metrics.sinks import Row
 from parallel_train.policies.answers import read_answer
@@ -96,6 +96,9 @@ def build_task(
     if is_new:
         report(getattr(config.policy, "new_run_problems", tuple)())
     dataset, held_out = build_datasets(config, metadata)
+    found = list(getattr(config.policy, "data_problems", _no_problems)(dataset.spec))
+    if is_new:
+        report(found)
     # Before the model, whose building takes long: it refuses a batch that cannot be.
     sampler = GlobalBatchSampler(
         num_samples=len(dataset),
@@ -109,9 +112,10 @@ def build_task(
     preprocessor = Preprocessor.from_stats(
         dataset.stats, config.policy.normalization(), config.dataset.rename
     )
-    notes: list[str] = []
+    # A model that was trained so can only be told of it.
+    notes = [f"{problem.path} {problem.message}" for problem in found]
     if before is not None:
-        notes = before.check(dataset, config.policy)
+        notes += before.check(dataset, config.policy)
         preprocessor, lines = before.preprocessor(preprocessor)
         notes += lines
     # The same on every rank: DDP and HSDP hold copies, which must begin alike.
@@ -146,6 +150,10 @@ def build_task(
         held_out=_held_out(config, topology, rank, held_out, load),
         notes=tuple(notes),
     )
+
+
+def _no_problems(spec: DataSpec) -> Sequence[Problem]:
+    return ()
 
 
 def _first_values(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from parallel_config import Problem
 from parallel_config.errors import report
-from parallel_train.policies.base import PolicyConfig
+from parallel_train.policies.base import PolicyConfig, repeated_names
 
 Mode = Literal["mean_std", "min_max", "identity"]
 
@@ -99,6 +99,7 @@ class ACTConfig(PolicyConfig):
                 yield _problem(
                     name, f"= {getattr(self, name)}, but it must be at least 1.", "1 or more"
                 )
+        yield from repeated_names("cameras", self.cameras)
         # 0 heads are reported above and divide nothing.
         if self.n_heads >= 1 and self.dim_model % self.n_heads:
             yield Problem(

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from parallel_config import Problem
 from parallel_config.errors import report
-from parallel_train.policies.base import PolicyConfig
+from parallel_train.policies.base import PolicyConfig, repeated_names
 
 Mode = Literal["mean_std", "min_max", "identity"]
 
@@ -92,6 +92,7 @@ class RewardConfig(PolicyConfig):
                 yield _problem(
                     name, f"= {getattr(self, name)}, but it must be at least 1.", "1 or more"
                 )
+        yield from repeated_names("cameras", self.cameras)
         # Only position codes of pictures need pairs of a sine and a cosine.
         if self.cameras and self.dim_model % 2:
             yield _problem(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -9,7 +10,8 @@ from typing import ClassVar, Literal
 
 from parallel_config import Problem
 from parallel_config.errors import report
-from parallel_train.policies.base import PolicyConfig
+from parallel_train.data.spec import DataSpec
+from parallel_train.policies.base import PolicyConfig, repeated_names
 
 Mode = Literal["mean_std", "min_max", "identity"]
 
@@ -214,6 +216,21 @@ class WAMConfig(PolicyConfig):
                 f"Use --dataset.rename {strange[0]}=observation.{strange[0]}, and that name.",
             )
 
+    def data_problems(self, spec: DataSpec) -> Iterator[Problem]:
+        """Problems of a new run with data: tasks that become one, since their texts are cut off."""
+        limit = self.text_bytes
+        # Sorted: texts that begin alike stand side by side.
+        texts = sorted({task.encode() for task in spec.tasks})
+        alike = [(a, b) for a, b in itertools.pairwise(texts) if a[:limit] == b[:limit]]
+        if alike:
+            names = " and ".join(repr(text.decode()) for text in alike[0])
+            yield _problem(
+                "text_bytes",
+                f"= {limit}, but the tasks {names} are the same up to there: the policy could not "
+                "tell them apart.",
+                f"{max(_first_difference(a, b) for a, b in alike) + 1} or more",
+            )
+
     def run_defaults(self) -> dict[str, object]:
         """Learning rate, schedule and length that go with the preset."""
         return dict(RUN_DEFAULTS[self.preset])
@@ -225,6 +242,8 @@ class WAMConfig(PolicyConfig):
                 yield _problem(name, f"= {value}, but it must be at least 1.", "1 or more")
         if self.preset not in PRESETS:
             yield _problem("preset", f"= {self.preset!r} is unknown.", " or ".join(PRESETS))
+        yield from repeated_names("world", self.world)
+        yield from repeated_names("cameras", self.cameras)
         if not self.world:
             yield _problem("world", "= [] does not name an observation.", "observation.state")
         if self.n_action_steps is not None and self.n_action_steps > self.chunk_size:
@@ -268,6 +287,11 @@ _POSITIVE = (
     "text_bytes",
     "num_flow_steps",
 )
+
+
+def _first_difference(one: bytes, other: bytes) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _problem(name: str, message: str, use: str) -> Problem:
