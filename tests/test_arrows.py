@@ -38,7 +38,7 @@ ROOMS = {
         "config": {"data", "policies"},
         "metrics": {"config", "data", "policies"},
         "run": {"config", "data", "metrics", "policies"},
-        "hub": {"config", "data", "policies", "run"},
+        "hub": {"config", "data", "metrics", "policies", "run"},
         "sim": {"config", "data", "policies"},
         "train": {"config", "data", "hub", "metrics", "run"},
         "cli": {"config", "data", "hub", "metrics", "policies", "run", "sim", "train"},

@@ -23,21 +23,45 @@ def write(folder, lines):
     return folder
 
 
-def test_every_number_is_drawn(tmp_path, monkeypatch):
+def test_every_number_is_drawn_in_a_panel_of_its_name(tmp_path, monkeypatch):
     found = {}
 
     def look(figure, target, **_):
         for axes in figure.axes:
             for line in axes.lines:
-                found[line.get_label()] = line.get_xydata().tolist()
+                found[line.get_label()] = (axes.get_ylabel(), line.get_xydata().tolist())
 
     monkeypatch.setattr(Figure, "savefig", look)
-    lines = rows(3)
-    lines[2]["eval_loss"] = 0.5
+    lines = rows(3, data_s=0.1, peak_memory_gb=2.0, kl_loss=0.5, mfu=0.3)
+    lines[2] |= {"eval_loss": 0.5, "eval_kl_loss": 0.4, "eval_only": 1.0}
     draw_report(write(tmp_path / "run", lines))
-    assert found["loss"] == [[1, 1.0], [2, 0.5], [3, 1 / 3]]
-    assert found["eval_loss"] == [[3, 0.5]]
-    assert found.keys() == {"loss", "eval_loss", "lr", "grad_norm", "samples_per_s"}
+    assert found["loss"] == ("loss", [[1, 1.0], [2, 0.5], [3, 1 / 3]])
+    assert found["eval_loss"] == ("loss", [[3, 0.5]])
+    assert {label: panel for label, (panel, _) in found.items()} == {
+        "loss": "loss",
+        "eval_loss": "loss",
+        "lr": "lr",
+        "grad_norm": "grad_norm",
+        "samples_per_s": "samples per second",
+        "data_s": "seconds waited for data",
+        "peak_memory_gb": "peak memory [GB]",
+        "mfu": "mfu",
+        "kl_loss": "kl_loss",
+        "eval_kl_loss": "kl_loss",
+        "eval_only": "eval_only",
+    }
+
+
+def test_a_long_run_is_drawn_smooth_and_a_wide_loss_on_a_logarithmic_axis(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, target, **_: figures.append(figure))
+    lines = [{**row, "loss": 100.0 if row["step"] % 2 else 1.0} for row in rows(400)]
+    draw_report(write(tmp_path / "run", lines))
+    loss = figures[0].axes[0]
+    assert [line.get_label() for line in loss.lines] == ["loss", "loss (mean)"]
+    last = loss.lines[1].get_ydata()[-50:]
+    assert 40 < min(last) < max(last) < 60
+    assert loss.get_yscale() == "log"
 
 
 def test_the_picture_is_written_where_asked(tmp_path, capsys):

@@ -116,7 +116,7 @@ class EvaluateCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Draw a run: loss, learning rate, gradient norm and throughput."""
+    """Draw a run: loss, learning rate, throughput, memory and the numbers of the policy."""
 
     path: Positional[str]
     """A run folder."""

@@ -13,12 +13,13 @@ from parallel_config import ConfigError, Topology
 from parallel_publish import CardInfo
 from parallel_train.config import SCHEMA, TrainConfig, read_config
 from parallel_train.data.config import EMBEDDED_ROOT
+from parallel_train.metrics.sinks import COSTS
 from parallel_train.policies.factory import policy_class
 from parallel_train.policies.registry import POLICIES
 from parallel_train.run.adapt import global_batch
 from parallel_train.run.folder import RunFiles
 
-_NO_METRICS = ("step", "grad_norm", "lr", "samples_seen", "samples_per_s", "skipped")
+_NO_METRICS = ("step", "grad_norm", "lr", "samples_seen", "samples_per_s", "skipped", *COSTS)
 
 
 def describe_run(

@@ -60,7 +60,9 @@ class Row:
         return json.dumps({**fixed, **self.extra})
 
 
-_OWN_NAMES = {"mfu", "skipped", *(f.name for f in dataclasses.fields(Row))}
+COSTS = ("data_s", "peak_memory_gb")
+"""In `extra` of every row, and left out of the console's line, which is long enough."""
+_OWN_NAMES = {"mfu", "skipped", *COSTS, *(f.name for f in dataclasses.fields(Row))}
 
 
 class Sink(Protocol):
@@ -321,7 +323,7 @@ class Stopwatch:
 
 
 def _line(row: Row, steps: int) -> str:
-    extra = "".join(f"  {k} {v:.4g}" for k, v in row.extra.items())
+    extra = "".join(f"  {k} {v:.4g}" for k, v in row.extra.items() if k not in COSTS)
     return (
         f"step {row.step:>{len(str(steps))}}/{steps}  loss {row.loss:.4f}  "
         f"grad_norm {row.grad_norm:.3f}  lr {row.lr:.2e}  {row.samples_per_s:.0f} samples/s{extra}"

@@ -10,6 +10,7 @@ from parallel_ckpt import CheckpointSaver
 from parallel_engine import Engine, EngineError, StepReport, evaluate_loss
 from parallel_train.config import TrainConfig
 from parallel_train.data.worker_deaths import worker_death
+from parallel_train.metrics.costs import Waited, peak_memory_gb
 from parallel_train.metrics.sinks import Row, Sinks, Stopwatch
 from parallel_train.run.adapt import global_batch
 from parallel_train.run.prepare import Prepared
@@ -62,7 +63,7 @@ class Loop:
         step, watch = self.start_step, Stopwatch()
         if self.engine.any(stop.received is not None):
             return step  # asked while starting: there is nothing new to save
-        windows = self.engine.accumulate(self.prepared.loader, epochs=None)
+        windows = Waited(self.engine.accumulate(self.prepared.loader, epochs=None))
         for micro_batches in itertools.islice(windows, self.config.steps - self.start_step):
             if step == self.start_step and restore_rng is not None:
                 restore_rng()
@@ -79,7 +80,7 @@ class Loop:
             seconds = watch.lap()
             stopping = report.stop
             found = self.evaluate() if self._evaluation_due(step, stopping) else {}
-            self.sinks.emit(self._row(step, report, seconds, found))
+            self.sinks.emit(self._row(step, report, seconds, found | self._costs(windows.seconds)))
             if self._due(step) or stopping:
                 self.save(step)
             watch.lap()  # evaluating and saving do not count as training time
@@ -87,6 +88,10 @@ class Loop:
                 break
         self.saver.wait()
         return step
+
+    def _costs(self, data_s: float) -> dict[str, float]:
+        """Of the main rank alone: asking the others would cost a collective per update."""
+        return {"data_s": data_s, "peak_memory_gb": peak_memory_gb(self.engine.device)}
 
     def evaluate(self) -> dict[str, float]:
         """Collective: every rank. Loss and metrics on the held-out episodes, by name."""
