@@ -113,7 +113,7 @@ def test_all_problems_are_told_at_once():
         "checkpoint_format = \"zip\", but it is one of 'safetensors', 'dcp' or 'safetensors_dcp'.",
         "stpes is not a field. Did you mean 'steps'?",
         "parallelism.dp_shard = -3, but a degree is at least 1, or -1 for every rank left over. "
-        "Use --parallelism.dp_shard -1 or a positive number.",
+        "Use --parallelism.dp_shard -1 or a positive number (ParallelismConfig.dp_shard).",
     ]
 
 

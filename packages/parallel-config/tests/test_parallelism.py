@@ -45,13 +45,15 @@ def test_resolve_leaves_the_config_alone():
             {"dp_replicate": 2, "dp_shard": 3},
             8,
             "parallelism.dp_replicate = 2 x parallelism.dp_shard = 3 makes 6, but this launch has "
-            "8 ranks. Use --parallelism.dp_shard 4 (or -1), or launch 6 processes.",
+            "8 ranks. Use --parallelism.dp_shard 4 or -1 (ParallelismConfig.dp_shard), or "
+            "launch 6 processes.",
         ),
         (
             {"dp_shard": 2},
             1,
             "parallelism.dp_replicate = 1 x parallelism.dp_shard = 2 makes 2, but this launch has "
-            "1 rank. Use --parallelism.dp_replicate 1 --parallelism.dp_shard -1, or launch 2 "
+            "1 rank. Use --parallelism.dp_replicate 1 (ParallelismConfig.dp_replicate) and "
+            "--parallelism.dp_shard -1 (ParallelismConfig.dp_shard), or launch 2 "
             "processes.",
         ),
         (
@@ -59,7 +61,8 @@ def test_resolve_leaves_the_config_alone():
             3,
             "parallelism.dp_replicate = 2 does not divide the 3 ranks of this launch, so "
             "parallelism.dp_shard = -1 does not have a whole value. Use "
-            "--parallelism.dp_replicate 1 or 3, or launch a multiple of 2 processes.",
+            "--parallelism.dp_replicate 1 or 3 (ParallelismConfig.dp_replicate), or launch a "
+            "multiple of 2 processes.",
         ),
     ],
 )

@@ -103,7 +103,8 @@ def test_what_makes_no_update_is_refused():
     assert str(caught.value) == (
         "loader yields 3 micro-batches on this rank, but one update takes 4 "
         "(accelerator.gradient_accumulation.steps). Use "
-        "--accelerator.gradient_accumulation.steps 3 or less, more data, or "
+        "--accelerator.gradient_accumulation.steps 3 or less "
+        "(GradientAccumulationConfig.steps), more data, or "
         "accumulate(loader, epochs=None), which runs on over the end of the data."
     )
     for epochs in (0, -1, 1.5, "2", True):

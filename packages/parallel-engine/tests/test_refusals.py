@@ -1,21 +1,29 @@
 """What cannot train is refused before it starts, with the name and the way out."""
 
+import ast
+import dataclasses
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import parallel_config
+import parallel_engine
 from parallel_config import (
     AcceleratorConfig,
     CompileConfig,
     ConfigError,
     DDPConfig,
+    EMAConfig,
     FSDPConfig,
     GradientAccumulationConfig,
     ParallelismConfig,
     Topology,
 )
+from parallel_config.options import option as config_option
 from parallel_engine import Engine, preflight
 from parallel_engine.options import option
 from parallel_testing.ranks import rank_outcomes, run_ranks
@@ -309,9 +317,9 @@ def test_dtypes_that_a_wrap_unit_cannot_hold_together():
         "model.blocks.1 holds trainable parameters of 2 dtypes in one wrap unit: "
         "blocks.1.linear.weight is float32, blocks.1.linear.bias is bfloat16. Give them one dtype "
         "(model.float()) and compute in another one with --accelerator.mixed_precision "
-        "(AcceleratorConfig.mixed_precision); or make the other module a wrap unit "
-        "(--accelerator.fsdp.wrap_modules, FSDPConfig.wrap_modules) or leave it whole "
-        "(--accelerator.fsdp.ignored_modules, FSDPConfig.ignored_modules)."
+        "(AcceleratorConfig.mixed_precision); or make the other module a wrap unit with "
+        "--accelerator.fsdp.wrap_modules (FSDPConfig.wrap_modules) or leave it whole with "
+        "--accelerator.fsdp.ignored_modules (FSDPConfig.ignored_modules)."
     )
     root = Net()
     root.head.double()
@@ -384,3 +392,41 @@ def test_cuda_graphs_of_sharded_weights(mode):
 )
 def test_a_setting_is_named_by_its_flag_and_its_field(path, value, said):
     assert option(path, value) == said
+
+
+PACKAGES = [
+    *Path(parallel_engine.__file__).parent.glob("*.py"),
+    *(Path(parallel_config.__file__).parent / f"{n}.py" for n in ("accelerator", "parallelism")),
+]
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.stem)
+def test_no_message_spells_a_flag_itself(path):
+    """Whoever uses the engine alone does not have flags: `option` names the field beside it."""
+    strings = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+    spelled = [s.value for s in strings if isinstance(s.value, str) and "--" in s.value]
+    # Flags of launchers, which do not have a field.
+    assert [s for s in spelled if not re.search("--(nproc_per_node|gpus-per|standalone)", s)] == []
+
+
+def settings(config, path):
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, f"{path}.{field.name}")
+        else:
+            yield f"{path}.{field.name}", f"{type(config).__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    ("config", "section"),
+    [
+        (AcceleratorConfig(), "accelerator"),
+        (ParallelismConfig(), "parallelism"),
+        (EMAConfig(), "ema"),
+    ],
+)
+def test_every_setting_is_named_by_the_class_that_holds_it(config, section):
+    for path, field in settings(config, section):
+        if "context_parallel" not in path:  # reserved: no message asks for it
+            assert config_option(path) == f"--{path} ({field})"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from parallel_config.errors import Problem, report
+from parallel_config.options import option
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 ReduceDtype = Literal["fp32", "bf16", "fp16"]
@@ -33,7 +34,7 @@ class GradientAccumulationConfig:
                     Problem(
                         "accelerator.gradient_accumulation.steps",
                         f"= {self.steps}, but at least one micro-batch makes a step.",
-                        "Use --accelerator.gradient_accumulation.steps 1 or more.",
+                        f"Use {option('accelerator.gradient_accumulation.steps', '1 or more')}.",
                     )
                 ]
             )
@@ -71,7 +72,8 @@ class FSDPConfig:
                 "accelerator.fsdp.wrap_modules",
                 f"= {list(self.wrap_modules)} and accelerator.fsdp.min_num_params = "
                 f"{self.min_num_params} exclude each other.",
-                "Give only one of the two flags.",
+                f"Give only one of {option('accelerator.fsdp.wrap_modules')} and "
+                f"{option('accelerator.fsdp.min_num_params')}.",
             )
         if self.wrap_modules is not None and not self.wrap_modules:
             yield Problem(
@@ -83,17 +85,17 @@ class FSDPConfig:
             yield Problem(
                 "accelerator.fsdp.min_num_params",
                 f"= {self.min_num_params}, but a wrap unit holds at least 1 parameter.",
-                "Use --accelerator.fsdp.min_num_params with a positive number.",
+                f"Use {option('accelerator.fsdp.min_num_params', '1 or more')}.",
             )
         for name in ("wrap_modules", "ignored_modules"):
             for item in getattr(self, name) or ():
+                shown = " ".join(part for part in item.split(",") if part.strip()) or "Block"
                 # accelerate's own variable wants commas, so people type them here too.
                 if "," in item or not item.strip():
                     yield Problem(
                         f"accelerator.fsdp.{name}",
                         f"= {list(getattr(self, name))} contains {item!r}, which is not a name.",
-                        f"Separate names by spaces: --accelerator.fsdp.{name} "
-                        f"{' '.join(part for part in item.split(',') if part.strip()) or 'Block'}.",
+                        f"Separate names by spaces: {option(f'accelerator.fsdp.{name}', shown)}.",
                     )
 
 
@@ -119,7 +121,7 @@ class DDPConfig:
                     Problem(
                         "accelerator.ddp.bucket_cap_mb",
                         f"= {self.bucket_cap_mb}, but a bucket is at least 1 MiB.",
-                        "Use --accelerator.ddp.bucket_cap_mb 25.",
+                        f"Use {option('accelerator.ddp.bucket_cap_mb', '25')}.",
                     )
                 ]
             )
@@ -157,7 +159,7 @@ class ActivationCheckpointingConfig:
                     Problem(
                         "accelerator.activation_checkpointing.every",
                         f"= {self.every}, but it counts wrap units from 1.",
-                        "Use --accelerator.activation_checkpointing.every 2.",
+                        f"Use {option('accelerator.activation_checkpointing.every', '2')}.",
                     )
                 ]
             )
@@ -198,7 +200,7 @@ class AcceleratorConfig:
                         "accelerator.cudnn_benchmark",
                         "= true contradicts accelerator.deterministic = true: timed choices of "
                         "algorithms differ between runs.",
-                        "Use --accelerator.no-cudnn_benchmark.",
+                        f"Use {option('accelerator.cudnn_benchmark', off=True)}.",
                     )
                 ]
             )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from parallel_config.errors import ConfigError, Problem, report
+from parallel_config.options import option
 from parallel_config.topology import Topology
 
 FILL = -1
@@ -62,13 +63,14 @@ class ParallelismConfig:
                 yield Problem(
                     f"parallelism.{name}",
                     f"= {degree}, but a degree is at least 1, or -1 for every rank left over.",
-                    f"Use --parallelism.{name} -1 or a positive number.",
+                    f"Use {option(f'parallelism.{name}', '-1 or a positive number')}.",
                 )
         if self.dp_replicate == FILL and self.dp_shard == FILL:
             yield Problem(
                 "parallelism.dp_replicate",
                 "= -1 and parallelism.dp_shard = -1, but only one degree can fill up.",
-                "Give one of --parallelism.dp_replicate and --parallelism.dp_shard a number.",
+                f"Give one of {option('parallelism.dp_replicate')} and "
+                f"{option('parallelism.dp_shard')} a number.",
             )
 
     def resolve(self, world_size: int) -> Topology:
@@ -104,19 +106,23 @@ class ParallelismConfig:
                     f"parallelism.{name}",
                     f"= {degree} does not divide the {_ranks(world_size)} of this launch, so "
                     f"parallelism.{other} = -1 does not have a whole value.",
-                    f"Use --parallelism.{name} {_choices(world_size)}, or launch a multiple of "
-                    f"{degree} processes.",
+                    f"Use {option(f'parallelism.{name}', _choices(world_size))}, or launch a "
+                    f"multiple of {degree} processes.",
                 )
             )
 
     def _mismatch(self, product: int, world_size: int) -> Problem:
         # The remedy keeps one of the degrees that the user chose, if it divides the world size.
         if self.dp_replicate > 1 and world_size % self.dp_replicate == 0:
-            fit = f"--parallelism.dp_shard {world_size // self.dp_replicate} (or -1)"
+            fit = option("parallelism.dp_shard", f"{world_size // self.dp_replicate} or -1")
         elif world_size % self.dp_shard == 0:
-            fit = f"--parallelism.dp_replicate {world_size // self.dp_shard} (or -1)"
+            fit = option("parallelism.dp_replicate", f"{world_size // self.dp_shard} or -1")
         else:
-            fit = "--parallelism.dp_replicate 1 --parallelism.dp_shard -1"
+            one, fill = (
+                option("parallelism.dp_replicate", "1"),
+                option("parallelism.dp_shard", "-1"),
+            )
+            fit = f"{one} and {fill}"
         return Problem(
             "parallelism.dp_replicate",
             f"= {self.dp_replicate} x parallelism.dp_shard = {self.dp_shard} makes {product}, "

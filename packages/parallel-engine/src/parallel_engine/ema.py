@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallel_config import ConfigError, EMAConfig, Problem, clean_fqn
+from parallel_config.options import option
 from parallel_engine.gradients import local
 from parallel_engine.optimizers import inner_optimizer
 from parallel_engine.wrapping import reshard
@@ -132,7 +133,8 @@ def _require_wide(model: nn.Module) -> None:
                     "ema.decay",
                     f"is set, but {clean_fqn(name)} is kept in {parameter.dtype}, where an average "
                     "loses small updates.",
-                    "Keep the weights in fp32 and compute in --accelerator.mixed_precision bf16, "
-                    "or use --ema.decay None.",
+                    "Keep the weights in fp32 and compute in "
+                    f"{option('accelerator.mixed_precision', 'bf16')}, or use "
+                    f"{option('ema.decay', 'None')}.",
                 )
             )

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallel_config import clean_fqn
 from parallel_engine.errors import UnusedParametersError
+from parallel_engine.options import option
 from parallel_engine.wrapping import param_groups, reshard
 
 _MAX_LISTED = 10
@@ -62,8 +63,7 @@ def unused_parameters(model: nn.Module, *, allowed: bool) -> UnusedParametersErr
     shown = ", ".join(unused[:_MAX_LISTED]) + (" ..." if len(unused) > _MAX_LISTED else "")
     return UnusedParametersError(
         f"{len(unused)} trainable parameters took no part in the loss of the last micro-batch: "
-        f"{shown}. Freeze them, or allow it with --accelerator.ddp.find_unused_parameters "
-        "(DDPConfig.find_unused_parameters)."
+        f"{shown}. Freeze them, or allow it with {option('ddp.find_unused_parameters')}."
     )
 
 

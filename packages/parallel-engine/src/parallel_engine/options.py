@@ -1,17 +1,10 @@
-"""How messages name a setting: the flag of a command, and the field of a program of one's own."""
+"""How messages of the engine name a setting, see `parallel_config.options`."""
 
 from __future__ import annotations
 
-_OWNERS = {
-    "": "AcceleratorConfig",
-    "fsdp": "FSDPConfig",
-    "ddp": "DDPConfig",
-    "compile": "CompileConfig",
-}
+from parallel_config.options import option as _option
 
 
 def option(path: str, value: str = "") -> str:
     """Both names of a field below `accelerator`, such as "fsdp.wrap_modules", with a value."""
-    section, _, field = path.rpartition(".")
-    flag = f"--accelerator.{path} {value}".rstrip()
-    return f"{flag} ({_OWNERS[section]}.{field})"
+    return _option(f"accelerator.{path}", value)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from parallel_config import AcceleratorConfig, ParallelismConfig, Topology, clean_fqn
 from parallel_engine import preflight
 from parallel_engine.accelerate_build import fsdp_plugin, mixed_precision_policy
+from parallel_engine.options import option
 from parallel_engine.wrapping import (
     only_with_size,
     param_groups,
@@ -302,8 +303,8 @@ def _accumulation_warning(accumulated: int, steps: int) -> Iterator[str]:
     if accumulated:
         yield (
             f"with {steps} micro-batches per update each rank keeps {_size(accumulated)} of whole "
-            "gradients from one to the next (--accelerator.gradient_accumulation.sync_each_batch "
-            "keeps only shards, for more communication)"
+            f"gradients from one to the next: {option('gradient_accumulation.sync_each_batch')} "
+            "keeps only shards, for more communication"
         )
 
 
@@ -317,13 +318,13 @@ def _warnings(units: tuple[UnitPlan, ...]) -> Iterator[str]:
         share = round(100 * largest.num_params / total)
         yield (
             f"unit {largest.name} holds {share}% of the parameters, so the gathered peak stays "
-            "near the whole model: name smaller modules (--accelerator.fsdp.wrap_modules)"
+            f"near the whole model: name smaller modules with {option('fsdp.wrap_modules')}"
         )
     tiny = [unit for unit in below if unit.num_params < _TINY]
     if len(tiny) > 16:
         yield (
             f"{len(tiny)} units have fewer than {_TINY:,} parameters: their all-gathers are bound "
-            "by latency, larger units are faster (--accelerator.fsdp.min_num_params)"
+            f"by latency, larger units are faster: {option('fsdp.min_num_params')}"
         )
 
 

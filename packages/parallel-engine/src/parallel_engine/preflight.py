@@ -226,10 +226,9 @@ def _dtype_problems(
                 f"holds trainable parameters of {len(dtypes)} dtypes in one wrap unit"
                 f"{'' if unit else ' (the root)'}: {', '.join(shown)}.",
                 "Give them one dtype (model.float()) and compute in another one with "
-                "--accelerator.mixed_precision (AcceleratorConfig.mixed_precision); or make the "
-                "other module a wrap unit (--accelerator.fsdp.wrap_modules, "
-                "FSDPConfig.wrap_modules) or leave it whole (--accelerator.fsdp.ignored_modules, "
-                "FSDPConfig.ignored_modules).",
+                f"{option('mixed_precision')}; or make the other module a wrap unit with "
+                f"{option('fsdp.wrap_modules')} or leave it whole with "
+                f"{option('fsdp.ignored_modules')}.",
             )
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from parallel_config import ConfigError, Problem, agreed
 from parallel_engine.agreement import any_rank
 from parallel_engine.loaders import DeviceLoader, Ending, Moved, set_epoch
+from parallel_engine.options import option
 from parallel_engine.types import Batch
 
 log = logging.getLogger("parallel_engine")
@@ -178,6 +179,7 @@ class Windows(Generic[Batch]):
         least = min(counts)
         if least >= self.steps:
             return
+        fewer = option("gradient_accumulation.steps", f"{least} or less")
         where = f"on rank {list(counts).index(least)}" if len(counts) > 1 else "on this rank"
         if not least:
             raise agreed(ConfigError(Problem("loader", f"yields no batch {where}.")))
@@ -187,7 +189,7 @@ class Windows(Generic[Batch]):
                     "loader",
                     f"yields {least} micro-batches {where}, but one update takes {self.steps} "
                     f"({_ACCUMULATION}).",
-                    f"Use --{_ACCUMULATION} {least} or less, more data, or "
+                    f"Use {fewer}, more data, or "
                     "accumulate(loader, epochs=None), which runs on over the end of the data.",
                 )
             )
