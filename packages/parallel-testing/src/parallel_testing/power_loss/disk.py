@@ -14,6 +14,8 @@ from typing import Literal
 from parallel_testing.power_loss.calls import Call
 
 ROOT = 0
+_FORMER = 4
+"""Contents that are kept of a file which is written again and again without a flush."""
 Tree = Mapping[str, bytes | str | None]
 """What lies where: bytes of a file, text of a link, None for a folder."""
 
@@ -27,6 +29,8 @@ class Node:
     """Of a file, as processes see it."""
     durable: bytes = b""
     """Of a file, as it was last flushed."""
+    former: list[bytes] = field(default_factory=list)
+    """Of a file, what it held in between: a block may have gone to disk before the last write."""
     text: str = ""
     """Of a link; it is written with the link itself."""
     entries: dict[str, int] = field(default_factory=dict)
@@ -97,6 +101,8 @@ class Disk:
     def _on_node(self, call: Call) -> None:
         number = self._find(call)
         node = self.nodes[number]
+        if call.kind != "fsync" and node.is_dirty and node.content:
+            node.former = [*node.former, node.content][-_FORMER:]
         if call.kind == "write":
             held = node.content.ljust(call.offset, b"\0")
             node.content = held[: call.offset] + call.data + held[call.offset + len(call.data) :]
@@ -105,7 +111,7 @@ class Disk:
         elif node.kind == "folder":
             self._flush_folder(number)
         else:
-            node.durable = node.content
+            node.durable, node.former = node.content, []
 
     def _find(self, call: Call) -> int:
         if call.path == ".":

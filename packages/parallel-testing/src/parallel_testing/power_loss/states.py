@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 from parallel_testing.power_loss.calls import Call
 from parallel_testing.power_loss.disk import ROOT, Disk, Node, Tree
-
-BLOCK = 512
-"""Bytes that a disk writes as a whole."""
-KEPT = 0
-VARIANTS = 6
-"""Of a file that was not flushed: 0 is all that was written."""
+from parallel_testing.power_loss.torn import KEPT, LOST, Torn, content_of, random_torn, torn_ways
 
 
 @dataclass(frozen=True)
@@ -26,7 +21,8 @@ class Bound:
     """
 
     torn: bool = True
-    """One file that was not flushed is lost or torn in each way, among all others and alone."""
+    """One file that was not flushed is lost or torn in each of `torn_ways`, among all others and
+    alone."""
     subsets: int = 8
     """All subsets of pending operations on names where there are at most this many."""
     samples: int = 0
@@ -43,10 +39,12 @@ class State:
     tree: Tree
     digest: bytes
     """Of the tree."""
+    parts: tuple[tuple[str, bytes], ...]
+    """Each path of the tree with the digest of what it holds."""
 
 
-Choice = tuple[frozenset[int], dict[int, int]]
-"""Numbers of the pending operations that are on disk, and of files another variant than KEPT."""
+Choice = tuple[frozenset[int], dict[int, Torn]]
+"""Numbers of the pending operations that are on disk, and what there is of files not KEPT whole."""
 
 
 def crash_states(calls: Sequence[Call], bound: Bound) -> Iterator[State]:
@@ -67,25 +65,10 @@ def crash_states(calls: Sequence[Call], bound: Bound) -> Iterator[State]:
                 yield state
 
 
-def variant(node: Node, which: int) -> bytes:
-    """What may be on disk of a file that was written and not flushed since."""
-    new, old = node.content, node.durable
-    middle = len(new) // 2 // BLOCK * BLOCK
-    under = old[: len(new)].ljust(len(new), b"\0")
-    return (
-        new,
-        old,
-        b"\0" * len(new),  # its size is there, its data is not
-        new[:middle],  # a part, and the size of that part
-        new[:middle] + under[middle:],  # the first blocks
-        under[: max(middle, BLOCK)] + new[max(middle, BLOCK) :],  # the last blocks
-    )[which]
-
-
 def _choices(disk: Disk, bound: Bound, generator: random.Random) -> Iterator[Choice]:
     names = [operation.number for operation in disk.pending]
     files = disk.dirty_files()
-    everything, lost = frozenset(names), dict.fromkeys(files, 1)
+    everything, lost = frozenset(names), dict.fromkeys(files, LOST)
     yield everything, {}
     yield frozenset(), lost
     for number in names:
@@ -93,9 +76,9 @@ def _choices(disk: Disk, bound: Bound, generator: random.Random) -> Iterator[Cho
         yield frozenset([number]), lost
     if bound.torn:
         for file in files:
-            for which in range(1, VARIANTS):
-                yield everything, {file: which}
-                yield everything, {**lost, file: which}
+            for torn in torn_ways(disk.nodes[file]):
+                yield everything, {file: torn}
+                yield everything, {**lost, file: torn}
             yield everything, {**lost, file: KEPT}
     if len(names) <= bound.subsets:
         for count in range(len(names) + 1):
@@ -105,7 +88,7 @@ def _choices(disk: Disk, bound: Bound, generator: random.Random) -> Iterator[Cho
     for _ in range(bound.samples):
         share = generator.random()
         kept_names = frozenset(number for number in names if generator.random() < share)
-        yield kept_names, {file: generator.randrange(VARIANTS) for file in files}
+        yield kept_names, {file: random_torn(disk.nodes[file], generator) for file in files}
 
 
 class _Views:
@@ -113,9 +96,9 @@ class _Views:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._contents: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self._contents: dict[tuple[int, Torn], tuple[bytes, bytes]] = {}
 
-    def state(self, after: int, kept: frozenset[int], variants: dict[int, int]) -> State:
+    def state(self, after: int, kept: frozenset[int], variants: dict[int, Torn]) -> State:
         overlay: dict[int, dict[str, tuple[int, int | None]]] = {}
         there: set[int] = set()
         pending = {operation.number for operation in self._disk.pending}
@@ -127,18 +110,21 @@ class _Views:
             for folder, name, node in operation.cells:
                 overlay.setdefault(folder, {})[name] = (operation.number, node)
         tree: dict[str, bytes | str | None] = {}
+        parts: list[tuple[str, bytes]] = []
+        self._walk(ROOT, "", overlay, variants, tree, parts)
         hasher = hashlib.blake2b(digest_size=16)
-        self._walk(ROOT, "", overlay, variants, tree, hasher)
-        return State(after, tree, hasher.digest())
+        for path, digest in parts:
+            hasher.update(path.encode() + b"\0" + digest)
+        return State(after, tree, hasher.digest(), tuple(parts))
 
     def _walk(
         self,
         folder: int,
         prefix: str,
         overlay: dict[int, dict[str, tuple[int, int | None]]],
-        variants: dict[int, int],
+        variants: dict[int, Torn],
         tree: dict[str, bytes | str | None],
-        hasher: hashlib.blake2b,
+        parts: list[tuple[str, bytes]],
     ) -> None:
         cells = dict(self._disk.nodes[folder].cells)
         for name, cell in overlay.get(folder, {}).items():
@@ -149,22 +135,22 @@ class _Views:
             if number is None:
                 continue
             node, path = self._disk.nodes[number], prefix + name
-            hasher.update(f"{node.kind} {path}\0".encode())
             if node.kind == "folder":
                 tree[path] = None
-                self._walk(number, path + "/", overlay, variants, tree, hasher)
+                parts.append((path, b"folder"))
+                self._walk(number, path + "/", overlay, variants, tree, parts)
             elif node.kind == "link":
                 tree[path] = node.text
-                hasher.update(node.text.encode())
+                parts.append((path, b"link " + node.text.encode()))
             else:
-                which = variants.get(number, KEPT) if node.is_dirty else KEPT
-                content, digest = self._content(number, node, which)
+                torn = variants.get(number, KEPT) if node.is_dirty else KEPT
+                content, digest = self._content(number, node, torn)
                 tree[path] = content
-                hasher.update(digest)
+                parts.append((path, digest))
 
-    def _content(self, number: int, node: Node, which: int) -> tuple[bytes, bytes]:
-        key = (number, which)
+    def _content(self, number: int, node: Node, torn: Torn) -> tuple[bytes, bytes]:
+        key = (number, torn)
         if key not in self._contents:
-            content = variant(node, which)
+            content = content_of(node, torn)
             self._contents[key] = (content, hashlib.blake2b(content, digest_size=16).digest())
         return self._contents[key]
