@@ -11,9 +11,11 @@ It also prints the processor time of all ranks together. This time shows the cos
 if the disk is slow or the machine is busy.
 
 `dcp.save` runs with 1, 2 and 4 writing threads and with cached plans. Our saves are compared with
-the fastest of these. Every way of saving flushes to disk. A load begins with an optimizer without
-state, as after a start, so its time includes allocating the moments. In a `warm` load the files are
-in the page cache, and in a `cold` load they are not.
+the fastest of these. Every way of saving flushes to disk, except `torch-checkpointing`, which does
+not flush. It is measured where it is installed: synchronous, the shards of each rank in one file.
+
+A load begins with an optimizer without state, as after a start, so its time includes allocating the
+moments. In a `warm` load the files are in the page cache, and in a `cold` load they are not.
 
 The first round warms up and does not count. A separate last round samples memory: the anonymous
 memory of the rank that takes most, at its peak, above the memory that the rank held before. The
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.util
 import itertools
 import os
 import shutil
@@ -188,10 +191,30 @@ def save_ways(bench: Bench, whole: dict[str, torch.Tensor]) -> Iterator[Callable
         bench.timed("save_weights", lambda: save_weights(bench.model, path))
         bench.remove(path)
 
+    def metas() -> None:
+        name = "torch-checkpointing, no flush"
+        from torch_checkpointing import CheckpointManager
+
+        manager = CheckpointManager(CheckpointManager.Config.with_sync_save())
+        shards = {
+            key: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for key, tensor in bench.state().items()
+        }
+        bench.timed(name, lambda: manager.save(str(bench.path(name)), {"state": shards}))
+        manager.close()
+        bench.remove(bench.path(name))
+
     yield plain
     for threads in DCP_THREADS:
         yield lambda threads=threads: torchs(threads)
+    if has_torch_checkpointing():
+        yield metas
     yield files
+
+
+def has_torch_checkpointing() -> bool:
+    """Whether Meta's package is installed; it is not a dependency of this workspace."""
+    return importlib.util.find_spec("torch_checkpointing") is not None
 
 
 def open_savers(folder: Path) -> dict[str, CheckpointSaver]:
@@ -422,6 +445,10 @@ def main() -> None:
         f"{num_blocks * block * 12 / 1e9:.2f} GB in {num_blocks * 6 * 4} tensors on {WORLD_SIZE} "
         f"ranks, {options.rounds} rounds, torch {torch.__version__}, {os.cpu_count()} cores"
     )
+    if not has_torch_checkpointing():
+        print(
+            "torch-checkpointing is not installed and was left out: pip install torch-checkpointing"
+        )
     report(seconds, memory)
 
 
