@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import inspect
 import itertools
 import re
@@ -15,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from parallel_config.codec import to_plain
 from parallel_train.cli.flags import flag_table
@@ -110,13 +112,27 @@ def reference() -> str:
 
 
 def _rows(config: object, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _rows(value, f"{prefix}{field.name}.")
             continue
         meaning = _docs(type(config)).get(field.name, "").replace("|", "\\|")
+        choices = _choices(hints[field.name])
+        if choices:
+            meaning += f" One of: {', '.join(f'`{choice}`' for choice in choices)}."
         yield f"| `--{prefix}{field.name}` | `{to_plain(value)}` | {meaning} |"
+
+
+def _choices(hint: object) -> list[str]:
+    """The words that a flag takes, where they are few: of a Literal, or of an Enum."""
+    if get_origin(hint) is Literal:
+        return [str(choice) for choice in get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return [str(choice.value) for choice in hint]
+    # `X | None` is read as X.
+    return [choice for option in get_args(hint) for choice in _choices(option)]
 
 
 def _docs(cls: type) -> dict[str, str]:

@@ -52,7 +52,7 @@ def small(words):
         changed += SMALL.split()
         changed += [] if "--steps" in words else ["--steps", "4"]
         changed += [] if "--dataset.root" in words else ["--dataset.episodes", "0", "1"]
-    return [word.replace("000500", "000004") for word in changed]
+    return [word.replace("000400", "000004") for word in changed]
 
 
 def executable(words):
