@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel_ckpt.errors import CheckpointError, printable
-from parallel_ckpt.formats.dcp import read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
 from parallel_ckpt.formats.safetensors import read_header
-from parallel_ckpt.layout import DCP_METADATA, RunFolder, StepFolder, belongs_to_weights
+from parallel_ckpt.layout import RunFolder, StepFolder, belongs_to_weights
 from parallel_ckpt.store.contents import Contents
 from parallel_ckpt.store.find import committed, resolve_checkpoint
 from parallel_ckpt.store.integrity import file_problems, identity_problems
@@ -205,8 +204,8 @@ def _optimizer(contents: Contents) -> Iterator[tuple[str, int]]:
 
 
 def _dcp(contents: Contents, folder: Path) -> Iterator[tuple[str, int]]:
-    if contents.has_dcp(folder) and (folder / DCP_METADATA).is_file():
-        for tensor in read_dcp(folder).tensors.values():
+    if contents.has_dcp(folder) and contents.dcp_document(folder).is_file():
+        for tensor in contents.stored_dcp(folder).tensors.values():
             name = SAFETENSORS_BY_TORCH.get(tensor.dtype, tensor.dtype)
             yield name, math.prod(tensor.shape) * TORCH_ITEM_BYTES[tensor.dtype]
 

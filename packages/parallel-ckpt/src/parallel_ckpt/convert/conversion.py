@@ -27,6 +27,7 @@ from parallel_ckpt.formats.hashing import FileRecord, hash_file, hashed_file
 from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.layout import (
     CONVERTING,
+    DCP_INDEX,
     DCP_METADATA,
     MANIFEST,
     SAFETENSORS,
@@ -335,7 +336,7 @@ def _shard_files(source: ConversionSource) -> list[Path]:
     """Files of the DCP folder, the one that makes it readable last."""
     named = [*read_dcp(source.folder).files, source.folder / DCP_METADATA]
     # In a checkpoint of ours all shards go, in another writer's folder those that were converted.
-    ours = sorted(source.folder.glob("*.distcp")) if source.step is not None else []
+    ours = _our_shards(source.folder) if source.step is not None else []
     return list(dict.fromkeys([*ours, *named]))
 
 
@@ -345,7 +346,12 @@ def _left_shards(source: ConversionSource) -> list[Path]:
         return []
     if Contents.read(source.step).has_dcp(source.step.dcp):
         return []
-    return [*source.step.dcp.glob("*.distcp"), source.step.dcp / DCP_METADATA]
+    return [*_our_shards(source.step.dcp), source.step.dcp / DCP_METADATA]
+
+
+def _our_shards(folder: Path) -> list[Path]:
+    """All that a save left there, except for `.metadata`."""
+    return [*sorted(folder.glob("*.distcp")), *folder.glob(DCP_INDEX)]
 
 
 def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertResult:

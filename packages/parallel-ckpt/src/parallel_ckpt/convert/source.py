@@ -17,6 +17,7 @@ from parallel_ckpt.formats.stored import StoredTensor
 from parallel_ckpt.formats.tensor_files import OpenFiles, safetensors_in
 from parallel_ckpt.layout import (
     DCP,
+    DCP_INDEX,
     DCP_METADATA,
     MANIFEST,
     PRETRAINED_MODEL,
@@ -106,7 +107,8 @@ def _of_step(step: StepFolder, *, wants_dcp: bool) -> ConversionSource:
 
 def _require_intact(step: StepFolder, manifest: Manifest, companions: Iterable[Path]) -> None:
     """Sizes of all weights; checksums of what is read before the streaming hashes all the rest."""
-    small = {*companions, step.dcp / DCP_METADATA, step.safetensors_index}
+    documents = {step.dcp / DCP_METADATA, step.dcp / DCP_INDEX, step.safetensors_index}
+    small = {*companions, *documents}
     weights = [r for r in manifest.files if r.path.startswith(f"{PRETRAINED_MODEL}/")]
     read_first = [r for r in weights if step.path / r.path in small]
     problems = [*file_problems(step, weights, "fast"), *file_problems(step, read_first, "full")]

@@ -226,7 +226,7 @@ def _check_cover(key: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
             f"has {covered} of {math.prod(shape)} elements of {shown(key)} of shape "
             f"{shown(tuple(shape))}"
         )
-    if boxes and not _is_grid(shape, boxes) and not _are_disjoint(key, boxes):
+    if boxes and not _is_grid(shape, boxes) and not are_disjoint(key, boxes):
         raise MalformedPickle(f"has overlapping chunks of {shown(key)}")
 
 
@@ -247,7 +247,12 @@ def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     return True
 
 
-def _are_disjoint(key: str, boxes: Sequence[Box]) -> bool:
+def are_disjoint(key: str, boxes: Sequence[Box]) -> bool:
+    """Whether no two of the boxes of a tensor have an element in common.
+
+    Raises:
+        MalformedPickle: there are too many to compare.
+    """
     if len(boxes) > MAX_LOOSE_CHUNKS:
         raise MalformedPickle(f"has {len(boxes)} chunks of {shown(key)} that do not form a grid")
     return not any(one.overlap(other) for i, one in enumerate(boxes) for other in boxes[:i])

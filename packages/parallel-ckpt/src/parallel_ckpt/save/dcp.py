@@ -29,10 +29,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from parallel_ckpt.errors import CheckpointError
+from parallel_ckpt.formats.dcp_index import IN_ITEM, Row, index_bytes
 from parallel_ckpt.formats.dcp_template import template_of
 from parallel_ckpt.formats.hashing import HashingWriter
 from parallel_ckpt.formats.limits import MAX_CHUNKS, MAX_METADATA_BYTES
-from parallel_ckpt.layout import DCP_METADATA
+from parallel_ckpt.formats.pickles import collector_paused
+from parallel_ckpt.layout import DCP_INDEX, DCP_METADATA
 from parallel_ckpt.save.safetensors import as_bytes
 from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.state.torch_dtypes import torch_dtype, torch_name
@@ -53,13 +55,9 @@ VERSION = "1.0.0"
 class Written(NamedTuple):
     """A box of a tensor that lies in a file. Plain values: all of them go to the main rank."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
+    row: Row
     begin: int
+    """Of the item that holds the elements."""
     num_bytes: int
 
 
@@ -98,7 +96,9 @@ def write_part(folder: Path, shards: Mapping[str, Shard], rank: int) -> Part:
 
 
 def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
-    """Write `.metadata` for what all ranks wrote; size and checksum of it by name. Not flushed.
+    """Write `.metadata` and our index for what all ranks wrote; size and checksum by name.
+
+    Nothing is flushed.
 
     Raises:
         CheckpointError: there is more of it than a reader would take.
@@ -110,15 +110,21 @@ def finish(folder: Path, parts: Sequence[Part]) -> dict[str, tuple[int, str]]:
             f"would hold {num_chunks:,} pieces of tensors, but up to {MAX_CHUNKS:,} are read.",
             "Shard over fewer ranks: raise dp_replicate.",
         )
-    with HashingWriter(folder / DCP_METADATA) as file:
-        pickle.dump(_metadata([box for part in parts for box in part.boxes]), file)
-    if file.size_bytes > MAX_METADATA_BYTES:
+    boxes = [box for part in parts for box in part.boxes]
+    with collector_paused(), HashingWriter(folder / DCP_METADATA) as file:
+        pickle.dump(_metadata(boxes), file)
+    with HashingWriter(folder / DCP_INDEX) as index:
+        index.write(index_bytes(box.row for box in boxes))
+    size_bytes = max(file.size_bytes, index.size_bytes)
+    if size_bytes > MAX_METADATA_BYTES:
         raise CheckpointError.of(
             folder / DCP_METADATA,
-            f"has {file.size_bytes:,} bytes, but up to {MAX_METADATA_BYTES:,} are read.",
+            f"has {size_bytes:,} bytes, but up to {MAX_METADATA_BYTES:,} are read.",
             "Shard over fewer ranks: raise dp_replicate.",
         )
-    return {DCP_METADATA: (file.size_bytes, file.checksum)}
+    return {
+        document.path.name: (document.size_bytes, document.checksum) for document in (file, index)
+    }
 
 
 def file_records(prefix: str, files: Mapping[str, tuple[int, str]]) -> list[FileRecord]:
@@ -150,26 +156,21 @@ def _write_boxes(
     out = _Gathering(file)
     boxes = []
     for key, shard in shards.items():
-        begin = out.size_bytes
-        _write_item(out, shard.local)
-        boxes.append(
-            Written(
-                key,
-                torch_name(shard.local.dtype),
-                tuple(shard.shape),
-                tuple(shard.offsets),
-                tuple(shard.local.shape),
-                name,
-                begin,
-                out.size_bytes - begin,
-            )
-        )
+        begin, local = out.size_bytes, shard.local
+        place = _write_item(out, local)
+        box = (tuple(shard.shape), tuple(shard.offsets), tuple(local.shape))
+        row = Row(key, torch_name(local.dtype), *box, name, *place)
+        boxes.append(Written(row, begin, out.size_bytes - begin))
     out.flush()
     return boxes, (file.size_bytes, file.checksum)
 
 
-def _write_item(out: _Gathering, tensor: torch.Tensor) -> None:
-    """Write what `torch.save` writes for the tensor alone, without its storage around it."""
+def _write_item(out: _Gathering, tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Write what `torch.save` writes for the tensor alone, without its storage around it.
+
+    First byte, length and CRC32 of the elements, or of the item where they must be looked for.
+    """
+    begin = out.size_bytes
     template = template_of(torch_name(tensor.dtype), tuple(tensor.shape))
     if template is None:
         try:
@@ -177,16 +178,17 @@ def _write_item(out: _Gathering, tensor: torch.Tensor) -> None:
         except RuntimeError as error:
             # A full disk surfaces from torch's zip writer as an assertion of its own.
             raise out.error or error from error
-        return
+        return begin, out.size_bytes - begin, IN_ITEM
     out.write(template.head)
     crc32 = 0
     if template.num_bytes:
         elements = as_bytes(tensor).numpy().data
-        for begin in range(0, len(elements), BLOCK_BYTES):
-            block = elements[begin : begin + BLOCK_BYTES]
+        for first in range(0, len(elements), BLOCK_BYTES):
+            block = elements[first : first + BLOCK_BYTES]
             crc32 = zlib.crc32(block, crc32)
             out.write(block)
     out.write(template.tail(crc32))
+    return begin + len(template.head), template.num_bytes, crc32
 
 
 class _Gathering:
@@ -232,16 +234,16 @@ def _metadata(boxes: Sequence[Written]) -> Metadata:
     # One object for all tensors of a dtype or a shape: it is pickled once, and named after that.
     properties = cache(lambda dtype: TensorProperties(dtype=torch_dtype(dtype)))
     size = cache(torch.Size)
-    for box in boxes:
-        tensor = tensors.get(box.name)
+    for row, begin, num_bytes in boxes:
+        tensor = tensors.get(row.name)
         if tensor is None:
-            tensor = TensorStorageMetadata(properties(box.dtype), size(box.shape), [])
-            tensors[box.name] = tensor
-        offsets = size(box.offsets)
+            tensor = TensorStorageMetadata(properties(row.dtype), size(row.shape), [])
+            tensors[row.name] = tensor
+        offsets = size(row.offsets)
         # The index is a hint: without it torch looks through all chunks of the tensor.
-        index = MetadataIndex(box.name, offsets, len(tensor.chunks))
-        tensor.chunks.append(ChunkStorageMetadata(offsets, size(box.sizes)))
-        stored[index] = _StorageInfo(box.file, box.begin, box.num_bytes)
+        index = MetadataIndex(row.name, offsets, len(tensor.chunks))
+        tensor.chunks.append(ChunkStorageMetadata(offsets, size(row.sizes)))
+        stored[index] = _StorageInfo(row.file, begin, num_bytes)
     return Metadata(
         state_dict_metadata={**tensors},
         # torch's own offline tools ask for the path of each key in a nested state dict.

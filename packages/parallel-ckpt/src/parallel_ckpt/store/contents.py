@@ -12,9 +12,10 @@ from pathlib import Path
 
 from parallel_ckpt.errors import DamagedCheckpoint
 from parallel_ckpt.formats.dcp import DcpFolder, read_dcp
+from parallel_ckpt.formats.dcp_index import read_index
 from parallel_ckpt.formats.safetensors import read_tensors
 from parallel_ckpt.formats.stored import StoredTensor
-from parallel_ckpt.layout import DCP_METADATA, MANIFEST, StepFolder, is_weight_file
+from parallel_ckpt.layout import DCP_INDEX, DCP_METADATA, MANIFEST, StepFolder, is_weight_file
 from parallel_ckpt.store.manifest import FileRecord, Manifest, read_manifest
 
 
@@ -66,9 +67,26 @@ class Contents:
             DamagedCheckpoint: its metadata cannot be read, or names a file that is not listed.
         """
         self.require(folder / DCP_METADATA)
-        stored = read_dcp(folder)
+        stored = self.stored_dcp(folder)
         self.require(*stored.files)
         return stored
+
+    def dcp_document(self, folder: Path) -> Path:
+        """What says where the tensors of a DCP folder lie: our index, or torch's metadata.
+
+        An index that is not listed is not read: it may belong to other files.
+        """
+        index = folder / DCP_INDEX
+        return index if index in self.records else folder / DCP_METADATA
+
+    def stored_dcp(self, folder: Path) -> DcpFolder:
+        """As `read_dcp`, whether or not the files are listed that the tensors lie in.
+
+        Raises:
+            DamagedCheckpoint: the document cannot be read.
+        """
+        has_index = self.dcp_document(folder).name == DCP_INDEX
+        return read_index(folder) if has_index else read_dcp(folder)
 
     def read_bytes(self, path: Path) -> bytes:
         """A file that every checkpoint holds.
