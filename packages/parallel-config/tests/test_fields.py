@@ -111,3 +111,21 @@ def test_linear_and_constant_schedules():
 )
 def test_names_are_the_users_own(name, under_ddp, clean):
     assert clean_fqn(name, under_ddp=under_ddp) == clean
+
+
+@pytest.mark.parametrize(
+    ("config", "on_cuda", "tf32", "benchmark"),
+    [
+        (AcceleratorConfig(), True, True, True),
+        (AcceleratorConfig(), False, False, False),
+        (AcceleratorConfig(deterministic=True), True, False, False),
+        (AcceleratorConfig(deterministic=True, tf32=True), True, True, False),
+        (AcceleratorConfig(tf32=False, cudnn_benchmark=False), True, False, False),
+        (AcceleratorConfig(cudnn_benchmark=True), False, False, True),
+    ],
+)
+def test_switches_that_are_left_open_are_on_where_they_speed_up_a_run(
+    config, on_cuda, tf32, benchmark
+):
+    decided = config.decided(on_cuda=on_cuda)
+    assert (decided.tf32, decided.cudnn_benchmark) == (tf32, benchmark)

@@ -416,12 +416,26 @@ def test_channels_last_stays_where_nothing_is_cut():
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
 
 
-def precision_after_an_engine(tf32):
-    torch.set_float32_matmul_precision("high" if not tf32 else "highest")
-    Engine(accelerator=AcceleratorConfig(tf32=tf32), device="cpu")
-    return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+def precision_after_an_engine(config):
+    """What an engine of this config leaves of switches that the process had set before."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    Engine(accelerator=config, device="cpu")
+    found = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32
+    return *found, torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
 
 
-def test_tf32_is_the_configs_whoever_set_it_before():
-    assert run_ranks(precision_after_an_engine, 1, False, init=False) == [("highest", False)]
-    assert run_ranks(precision_after_an_engine, 1, True, init=False) == [("high", True)]
+def test_switches_of_the_process_are_the_configs_or_stay_as_they_are(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    for config, wanted in [
+        (AcceleratorConfig(), ("high", True, True, False)),
+        (AcceleratorConfig(tf32=False), ("highest", False, True, False)),
+        (AcceleratorConfig(cudnn_benchmark=False), ("high", True, False, False)),
+        (AcceleratorConfig(deterministic=True), ("high", True, False, True)),
+    ]:
+        try:
+            assert precision_after_an_engine(config) == wanted
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+            torch.set_float32_matmul_precision("highest")

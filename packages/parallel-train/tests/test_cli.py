@@ -157,6 +157,24 @@ def test_a_list_takes_several_words_and_none_clears_a_value():
         "B",
     )
     assert config("--accelerator.fsdp.wrap_modules", "None").accelerator.fsdp.wrap_modules is None
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("", None),
+        ("--accelerator.tf32", True),
+        ("--accelerator.tf32 --steps 5", True),
+        ("--accelerator.no_tf32", False),
+        ("--no-accelerator.tf32", False),
+        ("--accelerator.tf32 false", False),
+        ("--accelerator.tf32=true", True),
+        ("--accelerator.tf32 None", None),
+        ("--accelerator.no-tf32 --accelerator.tf32=None", None),
+    ],
+)
+def test_a_boolean_that_may_be_left_open_is_given_like_any_other(words, value):
+    assert config(*words.split()).accelerator.tf32 is value
     assert config("--output_dir", "None").output_dir is None
     assert config("--output_dir", "~/x").output_dir.endswith("/x")
     assert "~" not in config("--output_dir", "~/x").output_dir

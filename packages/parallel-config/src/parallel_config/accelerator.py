@@ -7,7 +7,7 @@ are plain data, so that reading a config needs neither library.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from parallel_config.errors import Problem, report
@@ -185,10 +185,12 @@ class AcceleratorConfig:
         default_factory=ActivationCheckpointingConfig
     )
     """Recomputing activations in the backward pass."""
-    tf32: bool = False
-    """Allow TensorFloat-32 in fp32 matrix products and convolutions on CUDA."""
-    cudnn_benchmark: bool = False
-    """Let cuDNN time its algorithms and pick the fastest; the choice may differ between runs."""
+    tf32: bool | None = None
+    """Allow TensorFloat-32 in fp32 matrix products and convolutions on CUDA. None: a command
+    allows it unless deterministic is on, and an engine alone leaves the process as it is."""
+    cudnn_benchmark: bool | None = None
+    """Let cuDNN time its algorithms and pick the fastest; the choice may differ between runs. None
+    is as for tf32."""
     deterministic: bool = False
     """Use deterministic algorithms only; needed for bit-exact resume on CUDA and of DDP."""
 
@@ -204,6 +206,18 @@ class AcceleratorConfig:
                     )
                 ]
             )
+
+    def decided(self, *, on_cuda: bool) -> AcceleratorConfig:
+        """What a command runs: switches that were left open are on where they speed up a run.
+
+        That is on CUDA, and not where `deterministic` is asked for.
+        """
+        fast = on_cuda and not self.deterministic
+        return replace(
+            self,
+            tf32=fast if self.tf32 is None else self.tf32,
+            cudnn_benchmark=fast if self.cudnn_benchmark is None else self.cudnn_benchmark,
+        )
 
 
 def _freeze(config: object, name: str) -> None:

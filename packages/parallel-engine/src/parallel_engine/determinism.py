@@ -12,16 +12,22 @@ from parallel_config import AcceleratorConfig
 
 
 def apply_determinism(config: AcceleratorConfig) -> None:
-    """Set TF32, cuDNN's timed choice of algorithms and deterministic algorithms as configured."""
-    # Not `matmul.allow_tf32`: after this call by anybody, setting that leaves torch in two minds.
-    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = config.tf32
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    torch.backends.cudnn.deterministic = config.deterministic
-    # Only where it changes something: the call imports inductor, which takes seconds at a start.
-    if torch.are_deterministic_algorithms_enabled() != config.deterministic:
-        torch.use_deterministic_algorithms(config.deterministic)
+    """Set TF32, cuDNN's timed choice of algorithms and deterministic algorithms where configured.
+
+    They belong to the process: what the config does not decide stays as the process has it.
+    """
+    if config.tf32 is not None:
+        # Not `matmul.allow_tf32`: after this call by anybody, setting that leaves torch in two
+        # minds.
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.tf32
+    if config.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = config.cudnn_benchmark
     if config.deterministic:
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        if not torch.are_deterministic_algorithms_enabled():  # the call imports inductor: seconds
+            torch.use_deterministic_algorithms(True)
         # cuBLAS reads it when its first handle is made; without it deterministic mode raises.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -14,9 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 Precision = Literal["fp32", "tf32", "half"]
 
-# Dense peaks in TFLOP/s from NVIDIA's data sheets and white papers, as (fp32, tf32, fp16 or bf16
+# Dense peaks in TFLOP/s, as (fp32, tf32, fp16 or bf16
 # with fp32 sums). The first entry whose words all stand in a device's name holds, so "H100 NVL"
 # comes before "H100".
+# From NVIDIA: data sheets of H100 (SXM, PCIe, NVL), H200 (SXM, NVL), GH200, A100, A10, A40,
+# L4, L40S; white papers "Ada" (RTX 4090, RTX 6000 Ada) and "RTX Blackwell" (RTX 5090).
+# Sheets from Hopper on print the figures of sparse matrices, which are halved here.
 _PEAKS: dict[str, tuple[float, float, float]] = {
     "B200": (80, 1125, 2250),
     "GH200": (67, 494.5, 989),

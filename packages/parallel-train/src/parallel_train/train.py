@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from parallel_ckpt import CheckpointSaver, StepFolder, read_start
 from parallel_ckpt import Start as Opened
 from parallel_config import ConfigError
@@ -106,7 +108,9 @@ def _make_ready(
     """Collective: every rank. Build, prepare and fill; what is to run, and lines for the log."""
     config, files = decided.config, decided.files
     step, samples = (opened.step, opened.samples_seen) if opened else (0, 0)
-    engine = Engine(parallelism=config.parallelism, accelerator=config.accelerator, facts=facts)
+    # The process is this command's own, so the switches of the process are too.
+    accelerator = config.accelerator.decided(on_cuda=torch.cuda.is_available())
+    engine = Engine(parallelism=config.parallelism, accelerator=accelerator, facts=facts)
     task = together(
         lambda: build_task(
             config,

@@ -15,10 +15,13 @@ from parallel_config import ConfigError, Problem
 _LONGEST_S = 1e9
 MANY = -1
 """Arity of a flag that takes any number of values."""
+OPEN = -2
+"""Arity of a boolean that may be None, which leaves it open."""
+BOOLEANS = (0, OPEN)
 
 
 def flag_table(*configs: object) -> dict[str, int]:
-    """Flag name (dotted, underscores) to the number of values it takes; booleans take 0."""
+    """Flag name (dotted, underscores) to the number of values it takes; booleans 0 or `OPEN`."""
     return {name: arity for config in configs for name, arity in _walk(config, "")}
 
 
@@ -39,16 +42,22 @@ def normalize(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
         index += 1
         name, value = _split(token)
         # An unknown flag passes as it is: tyro reports it, with the names that come near.
-        if name is None or flags.get(name.removeprefix("no.")) != 0:
+        arity = flags.get((name or "").removeprefix("no."))
+        if name is None or arity not in BOOLEANS:
             result.append(token)
             continue
         negated = name.startswith("no.")
         name = name.removeprefix("no.")
-        if value is None and index < len(argv) and argv[index].lower() in ("true", "false"):
+        if value is None and index < len(argv) and _is_value(argv[index], arity):
             value = argv[index]
             index += 1
+        if arity == OPEN and (value or "").lower() == "none":
+            result += [f"--{name}", "None"]
+            continue
         # `--no-x false` is x: the two negations meet.
-        result.append(_boolean(name, _truth(name, value) != negated))
+        truth = _truth(name, value) != negated
+        # tyro wants a word for a boolean that may be None.
+        result += [f"--{name}", str(truth)] if arity == OPEN else [_boolean(name, truth)]
     return result
 
 
@@ -66,12 +75,12 @@ def positionals(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
         name, value = _split(token)
         # An unknown flag most likely takes one value; tyro refuses it later anyway.
         arity = flags.get((name or "").removeprefix("no."), 1)
-        if value is None and arity == 0 and index < len(argv):
-            index += argv[index].lower() in ("true", "false")
+        if value is None and arity in BOOLEANS and index < len(argv):
+            index += _is_value(argv[index], arity)
         elif value is None and arity == MANY:
             while index < len(argv) and not argv[index].startswith("--"):
                 index += 1
-        elif value is None:
+        elif value is None and arity not in BOOLEANS:
             index += arity
     return found
 
@@ -138,6 +147,8 @@ def _walk(config: object, prefix: str) -> Iterator[tuple[str, int]]:
 def _arity(hint: Any) -> int:
     if hint is bool:
         return 0
+    if set(get_args(hint)) == {bool, type(None)}:
+        return OPEN
     if get_origin(hint) is dict:
         return MANY
     # `X | None` is read as X.
@@ -162,6 +173,10 @@ def _split(token: str) -> tuple[str | None, str | None]:
     elif leaf.startswith("no_"):
         name = f"no.{head}{dot}{leaf[3:]}"
     return name, value if equals else None
+
+
+def _is_value(word: str, arity: int) -> bool:
+    return word.lower() in ("true", "false") or (arity == OPEN and word.lower() == "none")
 
 
 def _truth(name: str, value: str | None) -> bool:

@@ -102,7 +102,7 @@ def stray_words(argv: Sequence[str], flags: Mapping[str, int], allowed: int) -> 
             continue
         words.remove(token)
         before = argv_flags.name_of(argv[index - 1]) if index else None
-        if before is not None and flags.get(before) == 0:
+        if before is not None and flags.get(before) in argv_flags.BOOLEANS:
             message = f"= {token!r}, but a boolean takes no value, or true or false."
             yield Problem(f"--{before}", message, f"Use --{before} or --{before} false.")
         else:

@@ -35,7 +35,7 @@ def device_peak(config: TrainConfig, device: torch.device) -> float | None:
         return config.logging.peak_flops
     if device.type != "cuda":
         return None
-    accelerator = config.accelerator
+    accelerator = config.accelerator.decided(on_cuda=True)
     precision: Precision = "tf32" if accelerator.tf32 else "fp32"
     if accelerator.mixed_precision != "no":
         precision = "half"

@@ -44,11 +44,24 @@ def overview(
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     precision = config.accelerator.mixed_precision
-    yield f"devices: {topology.world_size} x {name}, mixed_precision {precision}"
+    yield (
+        f"devices: {topology.world_size} x {name}, mixed_precision {precision}"
+        f"{_switches(config, device)}"
+    )
     if topology.dp_shard > 1:
         units = Counter(type(model.get_submodule(u)).__name__ for u in unit_sizes(model) if u)
         yield "wrap units: " + ", ".join(f"{count} {_bare(n)}" for n, count in units.items())
     yield "the first update is shown as soon as it is done; it is slower than those after it"
+
+
+def _switches(config: TrainConfig, device: torch.device) -> str:
+    """What decides speed against equal bits on CUDA, as it runs."""
+    if device.type != "cuda":
+        return ""
+    ran = config.accelerator.decided(on_cuda=True)
+    shown = {"tf32": ran.tf32, "cudnn_benchmark": ran.cudnn_benchmark}
+    on_off = ", ".join(f"{name} {'on' if value else 'off'}" for name, value in shown.items())
+    return f", {on_off}, deterministic {'on' if ran.deterministic else 'off'}"
 
 
 def _extent(dataset: LeRobotDataset) -> str:
