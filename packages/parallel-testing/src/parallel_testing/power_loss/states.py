@@ -97,35 +97,44 @@ class _Views:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._contents: dict[tuple[int, Torn], tuple[bytes, bytes]] = {}
+        self._known: dict[frozenset[int], list[tuple[str, int, Node]]] = {}
 
     def state(self, after: int, kept: frozenset[int], variants: dict[int, Torn]) -> State:
-        overlay: dict[int, dict[str, tuple[int, int | None]]] = {}
-        there: set[int] = set()
-        pending = {operation.number for operation in self._disk.pending}
-        for operation in self._disk.pending:
-            is_after = operation.after is None or operation.after not in pending
-            if operation.number not in kept or not (is_after or operation.after in there):
-                continue
-            there.add(operation.number)
-            for folder, name, node in operation.cells:
-                overlay.setdefault(folder, {})[name] = (operation.number, node)
         tree: dict[str, bytes | str | None] = {}
         parts: list[tuple[str, bytes]] = []
-        self._walk(ROOT, "", overlay, variants, tree, parts)
-        hasher = hashlib.blake2b(digest_size=16)
-        for path, digest in parts:
-            hasher.update(path.encode() + b"\0" + digest)
-        return State(after, tree, hasher.digest(), tuple(parts))
+        for path, number, node in self._names(kept):
+            if node.kind == "folder":
+                tree[path] = None
+                parts.append((path, b"folder"))
+            elif node.kind == "link":
+                tree[path] = node.text
+                parts.append((path, b"link " + node.text.encode()))
+            else:
+                torn = variants.get(number, KEPT) if variants and node.is_dirty else KEPT
+                tree[path], digest = self._content(number, node, torn)
+                parts.append((path, digest))
+        text = b"".join(path.encode() + b"\0" + digest for path, digest in parts)
+        return State(after, tree, hashlib.blake2b(text, digest_size=16).digest(), tuple(parts))
+
+    def _names(self, kept: frozenset[int]) -> list[tuple[str, int, Node]]:
+        """What lies where, folders before what they hold; made once for all the torn files."""
+        if kept not in self._known:
+            overlay: dict[int, dict[str, tuple[int, int | None]]] = {}
+            there: set[int] = set()
+            pending = {operation.number for operation in self._disk.pending}
+            for operation in self._disk.pending:
+                is_after = operation.after is None or operation.after not in pending
+                if operation.number not in kept or not (is_after or operation.after in there):
+                    continue
+                there.add(operation.number)
+                for folder, name, node in operation.cells:
+                    overlay.setdefault(folder, {})[name] = (operation.number, node)
+            self._known[kept] = list(self._walk(ROOT, "", overlay))
+        return self._known[kept]
 
     def _walk(
-        self,
-        folder: int,
-        prefix: str,
-        overlay: dict[int, dict[str, tuple[int, int | None]]],
-        variants: dict[int, Torn],
-        tree: dict[str, bytes | str | None],
-        parts: list[tuple[str, bytes]],
-    ) -> None:
+        self, folder: int, prefix: str, overlay: dict[int, dict[str, tuple[int, int | None]]]
+    ) -> Iterator[tuple[str, int, Node]]:
         cells = dict(self._disk.nodes[folder].cells)
         for name, cell in overlay.get(folder, {}).items():
             if cells.get(name, (-1, None))[0] < cell[0]:
@@ -135,18 +144,9 @@ class _Views:
             if number is None:
                 continue
             node, path = self._disk.nodes[number], prefix + name
+            yield path, number, node
             if node.kind == "folder":
-                tree[path] = None
-                parts.append((path, b"folder"))
-                self._walk(number, path + "/", overlay, variants, tree, parts)
-            elif node.kind == "link":
-                tree[path] = node.text
-                parts.append((path, b"link " + node.text.encode()))
-            else:
-                torn = variants.get(number, KEPT) if node.is_dirty else KEPT
-                content, digest = self._content(number, node, torn)
-                tree[path] = content
-                parts.append((path, digest))
+                yield from self._walk(number, path + "/", overlay)
 
     def _content(self, number: int, node: Node, torn: Torn) -> tuple[bytes, bytes]:
         key = (number, torn)
