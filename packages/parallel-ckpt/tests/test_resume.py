@@ -142,6 +142,42 @@ def save_while_gathered(folder: Path) -> bool:
     return isinstance(model.weight, DTensor) and restored.num_optimizer_entries == 6
 
 
+def gradients_without_a_sync(folder: Path) -> list[bool]:
+    """FSDP2 keeps them apart from `.grad`, and adds them to the next backward with a sync."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for number, (sharding, degrees) in enumerate(
+        (
+            (mesh, {"dp_replicate": 2, "dp_shard": 2}),
+            (init_device_mesh("cpu", (4,)), {"dp_shard": 4}),
+        )
+    ):
+        model = fully_shard(nn.Linear(8, 4), mesh=sharding)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with CheckpointSaver(folder / f"{number}", topology=Topology(**degrees)) as saver:
+            path = saver.save(step=1, samples_seen=2, model=model, optimizer=optimizer)
+        gradients = []
+        for left in ((), ("sync",), ("all_reduce",)):
+            # Nothing left, whole gradients, and (under HSDP) sums that wait for the replicas.
+            for kind in left:
+                model.set_requires_gradient_sync(False) if kind == "sync" else None
+                model.set_requires_all_reduce(False) if kind == "all_reduce" else None
+                model(torch.full((2, 8), 3.0)).sum().backward()
+                model.set_requires_gradient_sync(True)
+                model.set_requires_all_reduce(True)
+            notes = restore(path, model, optimizer).notes
+            assert ("are dropped" in "".join(notes)) == bool(left), (left, notes)
+            model(torch.ones(2, 8)).sum().backward()
+            gradients.append(model.weight.grad.full_tensor())
+            optimizer.zero_grad()
+        found += [torch.equal(gradients[0], later) for later in gradients[1:]]
+    return found
+
+
+def test_gradients_that_wait_for_a_sync_do_not_join_a_restored_model(tmp_path: Path) -> None:
+    assert run_ranks(gradients_without_a_sync, 4, tmp_path) == [[True] * 4] * 4
+
+
 def test_a_model_that_is_gathered_at_the_moment_is_saved_and_restored(tmp_path: Path) -> None:
     assert run_ranks(save_while_gathered, 2, tmp_path) == [True, True]
 

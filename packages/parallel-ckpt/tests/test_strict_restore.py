@@ -18,6 +18,7 @@ from parallel_ckpt import (
     restore,
     save_weights,
 )
+from parallel_ckpt.state.schedule import require_schedule
 from small_runs import save_two, saver_of, small, train
 
 
@@ -134,3 +135,32 @@ def test_damage_is_found_where_it_is_looked_for(verify: Any, tmp_path: Path) -> 
     load_weights(model, tmp_path / "exported")
     with pytest.raises(CheckpointNotFound):
         load_weights(model, tmp_path / "exported", verify="full")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("last_epoch", 1.5, "a whole number from -1 to 4611686018427387903"),
+        ("last_epoch", -2, "a whole number from -1 to 4611686018427387903"),
+        ("_step_count", 2**63, "a whole number from -1 to 4611686018427387903"),
+        ("eta_min", "small", "a number"),
+        ("eta_min", float("nan"), "a number"),
+        ("T_max", 10**400, "a number"),
+        ("base_lrs", [0.1, 0.1], "1 numbers"),
+        ("base_lrs", [True], "1 numbers"),
+        ("_last_lr", 0.1, "1 numbers"),
+    ],
+)
+def test_numbers_that_a_scheduler_cannot_have(key: str, value: Any, wanted: str) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    own = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9).state_dict()
+    require_schedule(own, own)
+    with pytest.raises(StateMismatch, match=rf"scheduler\.{key} = .* it must be {wanted}\."):
+        require_schedule({**own, key: value}, own)
+
+
+def test_infinite_numbers_and_tensors_are_numbers() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.1))
+    own = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).state_dict()
+    assert own["best"] == float("inf")
+    require_schedule({**own, "best": torch.tensor(0.5)}, own)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import Source, dcp_source, weights_of
@@ -33,6 +34,7 @@ from parallel_ckpt.state.optimizer import (
 )
 from parallel_ckpt.state.plain_json import load_json
 from parallel_ckpt.state.rng import DerivedRng, RngState, derived_seed
+from parallel_ckpt.state.schedule import require_schedule
 from parallel_ckpt.state.shards import Shard
 from parallel_ckpt.state.torch_dtypes import torch_dtype
 from parallel_ckpt.store.contents import Contents
@@ -245,25 +247,8 @@ def _plan_scheduler(contents: Contents, scheduler: Any) -> Any:
     state = _document(contents, contents.folder.scheduler)
     if state is None:
         raise StateMismatch.of("scheduler", "was not saved in this checkpoint.")
-    _require_kind(state, inner_scheduler(scheduler).state_dict())
+    require_schedule(state, inner_scheduler(scheduler).state_dict())
     return state
-
-
-def _require_kind(stored: Any, own: Any) -> None:
-    """Raise where the scheduler would fail half way through taking the stored state."""
-    if not isinstance(own, Mapping):
-        return
-    for part in ("lr_lambdas", "_schedulers"):
-        if part in own and not (isinstance(stored, Mapping) and part in stored):
-            raise StateMismatch.of(
-                "scheduler", f"of another kind was saved: {part} is missing in it."
-            )
-    parts = own.get("_schedulers", ())
-    if parts and len(stored["_schedulers"]) != len(parts):
-        found = len(stored["_schedulers"])
-        raise StateMismatch.of("scheduler", f"has {len(parts)} parts, but {found} were saved.")
-    for i, part in enumerate(parts):
-        _require_kind(stored["_schedulers"][i], part)
 
 
 def _fill_optimizer(plan: _Plan) -> None:
@@ -298,7 +283,7 @@ def _restore_scheduler(plan: _Plan, scheduler: Any, keep: Collection[str]) -> No
 def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
     folder = contents.folder
     facts = _document(contents, folder.training_step)
-    rng, notes = _read_rng(contents, topology, facts["seed"], rank)
+    rng, notes = _read_rng(contents, topology, _seed(facts, folder), rank)
     has_config = folder.train_config in contents.records
     return Start(
         path=folder.path,
@@ -308,6 +293,15 @@ def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
         rng=rng,
         notes=tuple(notes),
     )
+
+
+def _seed(facts: Any, folder: StepFolder) -> int:
+    seed = facts.get("seed") if isinstance(facts, Mapping) else None
+    if type(seed) is not int or not -(2**63) <= seed < 2**64:
+        raise DamagedCheckpoint.of(
+            folder.training_step, f"has the seed {shown(seed)}, not a whole number of 64 bits."
+        )
+    return seed
 
 
 def _document(contents: Contents, path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -153,13 +153,44 @@ def drop_gradients(model: nn.Module) -> list[str]:
 
     They belong to other weights, and would join the first update.
     """
-    held = 0
-    for parameter in _resharded(model).parameters():
+    model = _resharded(model)
+    held = sum(_drop_unsharded(module) for module in model.modules())
+    for parameter in model.parameters():
         if parameter.grad is not None:
             held, parameter.grad = held + 1, None
     if not held:
         return []
     return [f"gradients of {held} parameters are dropped: they were not of the restored weights."]
+
+
+def _drop_unsharded(module: nn.Module) -> int:
+    """Forget what an FSDP2 unit accumulated without a sync; the number of parameters it was for.
+
+    Such gradients are whole and stand at the gathered parameters, or under HSDP in a sum over the
+    sharding group that waits for the replicas. FSDP2 adds them to the next backward with a sync.
+    """
+    if not isinstance(module, FSDPModule):
+        return 0
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = list(state._fsdp_param_groups)
+    else:
+        groups = [state._fsdp_param_group]  # torch 2.11 knows one group per unit
+    held = 0
+    for group in groups:
+        if group is None:  # a root whose parameters are all in units below it
+            continue
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.grad is not None:
+                held, gathered.grad = held + 1, None
+            if parameter.unsharded_accumulated_grad is not None:  # torch 2.11 keeps it apart
+                held, parameter.unsharded_accumulated_grad = held + 1, None
+        if group._partial_reduce_output is not None:
+            group._partial_reduce_output = None
+            getattr(group, "_partial_reduce_output_layout", {}).clear()
+            held += len(group.fsdp_params)
+    return held
 
 
 def _resharded(model: nn.Module) -> nn.Module:
