@@ -79,7 +79,7 @@ def write_dataset(
         path = VIDEO_PATH.format(video_key=camera, chunk_index=0, file_index=0)
         write_video(root / path, parts, fps=fps, codec=codec, key_frame_every=key_frame_every)
         stats[camera] = picture_stats(parts)
-    _write_episodes(root, episodes, starts, ends, fps)
+    _write_episodes(root, episodes, frames, ends, fps)
     _write_json(root / "meta/stats.json", stats)
     _write_json(root / "meta/info.json", _info(columns, episodes, tasks, fps, robot_type))
 
@@ -132,8 +132,13 @@ def _write_frames(
 
 
 def _write_episodes(
-    root: Path, episodes: Sequence[Episode], starts: list[int], ends: list[int], fps: int
+    root: Path,
+    episodes: Sequence[Episode],
+    frames: Sequence[Mapping[str, npt.NDArray[Any]]],
+    ends: list[int],
+    fps: int,
 ) -> None:
+    starts = [0, *ends[:-1]]
     # Everything goes into file 0 of chunk 0.
     zeros = [0] * len(episodes)
     table: dict[str, Any] = {
@@ -154,6 +159,14 @@ def _write_episodes(
             f"videos/{camera}/from_timestamp": [start / fps for start in starts],
             f"videos/{camera}/to_timestamp": [end / fps for end in ends],
         }
+    # LeRobot's tools for editing compute the statistics of what is left from those of each episode.
+    parts = [
+        {name: _stats(column) for name, column in frame.items()}
+        | {camera: picture_stats([images]) for camera, images in episode.images.items()}
+        for frame, episode in zip(frames, episodes, strict=True)
+    ]
+    for name, entry in parts[0].items():
+        table |= {f"stats/{name}/{key}": [part[name][key] for part in parts] for key in entry}
     pq.write_table(pa.table(table), root / "meta/episodes/chunk-000/file-000.parquet")
 
 
