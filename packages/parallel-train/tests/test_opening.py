@@ -561,3 +561,11 @@ def test_tasks_are_written_where_lerobot_looks_for_their_text(counted: Path) -> 
     assert schema.pandas_metadata["index_columns"] == ["task"]
     embedded = pq.read_schema(EMBEDDED_ROOT / "meta/tasks.parquet")
     assert embedded.pandas_metadata == schema.pandas_metadata
+
+
+def test_each_episode_has_its_statistics_for_tools_that_cut_a_dataset(counted: Path) -> None:
+    rows = pq.read_table(counted / EPISODES).to_pylist()
+    assert [row["stats/action/count"] for row in rows] == [[n] for n in LENGTHS]
+    last = np.array(rows[2][f"stats/{TOP}/mean"])
+    assert last.shape == (3, 1, 1)
+    np.testing.assert_allclose(last, np.mean((10 + np.arange(12)) * 10 + 20) / 255)
