@@ -92,7 +92,13 @@ def tracking_sinks(
         writer = TensorBoardSink(folder / "tensorboard", start=start)
         found.append(DetachedSink(writer, "TensorBoard"))
     if config.wandb:
-        found.append(DetachedSink(WandbSink(config, folder, document), "Weights & Biases"))
+        try:
+            found.append(DetachedSink(WandbSink(config, folder, document), "Weights & Biases"))
+        except ConfigError:
+            raise
+        except Exception as error:  # of a library of others: it may be any
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            print(f"Weights & Biases does not start, and is left out: {why}", flush=True)
     return found
 
 
@@ -149,10 +155,12 @@ class WandbSink:
             if not is_unreachable(error):
                 raise _no_wandb(str(error)) from error
             print(
-                f"Weights & Biases does not answer: {error}. This run is logged offline; "
-                f"`wandb sync {folder / 'wandb'}/offline-run-*` sends it later",
+                f"Weights & Biases does not answer: {str(error).splitlines()[0]}. This run is "
+                f"logged offline; `wandb sync {folder / 'wandb'}/offline-run-*` sends it later",
                 flush=True,
             )
+            # Its service still holds the id for the attempt that failed.
+            wandb.teardown()
             self._run = start(mode="offline")
         self._run.define_metric("*", step_metric="step")
 
