@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallel_config import ConfigError, EMAConfig, Problem, clean_fqn
+from parallel_config import ConfigError, EMAConfig, Problem
 from parallel_config.options import option
+from parallel_engine.fqns import fqn
 from parallel_engine.gradients import local
 from parallel_engine.optimizers import inner_optimizer
 from parallel_engine.wrapping import reshard
@@ -131,8 +132,8 @@ def _require_wide(model: nn.Module) -> None:
             raise ConfigError(
                 Problem(
                     "ema.decay",
-                    f"is set, but {clean_fqn(name)} is kept in {parameter.dtype}, where an average "
-                    "loses small updates.",
+                    f"is set, but {fqn(model, name)} is kept in {parameter.dtype}, where an "
+                    "average loses small updates.",
                     "Keep the weights in fp32 and compute in "
                     f"{option('accelerator.mixed_precision', 'bf16')}, or use "
                     f"{option('ema.decay', 'None')}.",

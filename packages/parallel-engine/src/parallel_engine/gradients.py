@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_config import clean_fqn
 from parallel_engine.errors import UnusedParametersError
+from parallel_engine.fqns import fqn
 from parallel_engine.options import option
 from parallel_engine.wrapping import param_groups, reshard
 
@@ -53,7 +53,7 @@ def unused_parameters(model: nn.Module, *, allowed: bool) -> UnusedParametersErr
     if allowed or not isinstance(model, DistributedDataParallel):
         return None
     named = model.module.named_parameters()
-    unused = [clean_fqn(name) for name, p in named if p.requires_grad and p.grad is None]
+    unused = [fqn(model.module, name) for name, p in named if p.requires_grad and p.grad is None]
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
@@ -69,7 +69,9 @@ def unused_parameters(model: nn.Module, *, allowed: bool) -> UnusedParametersErr
 
 def _names_in(message: str, model: DistributedDataParallel) -> list[str]:
     """Names of the parameters in torch's message, which counts the trainable ones alone."""
-    named = [clean_fqn(name) for name, p in model.module.named_parameters() if p.requires_grad]
+    named = [
+        fqn(model.module, name) for name, p in model.module.named_parameters() if p.requires_grad
+    ]
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
     return [named[int(i)] for i in numbers[1].split()] if numbers else ["(torch does not name it)"]
 

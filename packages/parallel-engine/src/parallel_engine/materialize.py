@@ -26,9 +26,9 @@ from parallel_config import (
     Problem,
     Topology,
     agreed,
-    clean_fqn,
 )
 from parallel_engine.agreement import from_main, together
+from parallel_engine.fqns import fqn
 
 Fill = Callable[[nn.Module], Any]
 """Collective: every rank. Writes values into a model's parameters and buffers, in place."""
@@ -300,12 +300,12 @@ def _empty(tensor: Tensor, device: torch.device, shards: torch.device) -> Tensor
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers, tied ones once."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    return [(clean_fqn(name), tensor) for name, tensor in named]
+    return [(fqn(model, name), tensor) for name, tensor in named]
 
 
 def _non_persistent(model: nn.Module) -> set[str]:
     return {
-        clean_fqn(f"{prefix}.{name}" if prefix else name)
+        fqn(model, f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from parallel_config import AcceleratorConfig, ParallelismConfig, Topology, clean_fqn
+from parallel_config import AcceleratorConfig, ParallelismConfig, Topology
 from parallel_engine import preflight
 from parallel_engine.accelerate_build import fsdp_plugin, mixed_precision_policy
+from parallel_engine.fqns import fqn
 from parallel_engine.options import option
 from parallel_engine.wrapping import (
     only_with_size,
@@ -225,7 +226,7 @@ def _empty_chunks_shared() -> Iterator[None]:
 
 def _units(model: nn.Module, config: AcceleratorConfig, dp_shard: int) -> tuple[UnitPlan, ...]:
     policy = mixed_precision_policy(config)
-    names = {id(module): clean_fqn(name) or "(root)" for name, module in model.named_modules()}
+    names = {id(module): fqn(model, name) or "(root)" for name, module in model.named_modules()}
     seen: set[int] = set()
     units = []
     for module in model.modules():

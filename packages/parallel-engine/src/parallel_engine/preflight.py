@@ -10,8 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, clean_fqn
+from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology
 from parallel_config.errors import nearest
+from parallel_engine.fqns import fqn
 from parallel_engine.materialize import plain_meta_tensors
 from parallel_engine.options import option
 from parallel_engine.wrapping import resolve_wrap_policy, wrap_units
@@ -269,7 +270,7 @@ def verify_sharded(
     Raises:
         RuntimeError: a module is not a unit, a parameter is still whole, or the optimizer lost one.
     """
-    sharded = {clean_fqn(name) for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    sharded = {fqn(model, name) for name, m in model.named_modules() if isinstance(m, FSDPModule)}
     missing = sorted(set(units) - sharded)
     if missing:
         raise RuntimeError(f"prepare made no units of {missing[:10]}, only of {sorted(sharded)}")

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, agreed, clean_fqn
+from parallel_config import AcceleratorConfig, ConfigError, Problem, Topology, agreed
+from parallel_engine.fqns import fqn
 
 log = logging.getLogger("parallel_engine")
 
@@ -64,7 +65,7 @@ def _described(model: nn.Module) -> Iterator[str]:
         trains = "" if isinstance(tensor, nn.Parameter) and tensor.requires_grad else ", fixed"
         dtype = str(tensor.dtype).removeprefix("torch.")
         on_meta = ", on meta" if tensor.is_meta else ""
-        yield f"{clean_fqn(name)} {list(tensor.shape)} {dtype}{trains}{on_meta}"
+        yield f"{fqn(model, name)} {list(tensor.shape)} {dtype}{trains}{on_meta}"
 
 
 def _fields(path: str, value: object) -> Iterator[str]:

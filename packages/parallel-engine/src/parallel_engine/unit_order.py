@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_config import clean_fqn
+from parallel_engine.fqns import fqn
 from parallel_engine.types import Hook
 
 # Sum of squares of 20-bit numbers is exact in float64 for 8192 ranks.
@@ -35,7 +35,7 @@ class UnitOrder:
         self._num_compared = 0
         for name, module in model.named_modules():
             if _is_unit(module):
-                module.register_forward_pre_hook(self._note(clean_fqn(name) or "(root)"))
+                module.register_forward_pre_hook(self._note(fqn(model, name) or "(root)"))
         # With it a rank that left its last units out differs from one that is still before them.
         model.register_forward_hook(self._note("(end)"))
 

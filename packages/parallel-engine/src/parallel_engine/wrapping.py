@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from parallel_config import AcceleratorConfig, ConfigError, FSDPConfig, Problem, clean_fqn
+from parallel_config import AcceleratorConfig, ConfigError, FSDPConfig, Problem
 from parallel_config.errors import nearest
+from parallel_engine.fqns import fqn
 from parallel_engine.options import option
 
 log = logging.getLogger("parallel_engine")
@@ -77,10 +78,10 @@ def wrap_units(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
 def unit_sizes(model: nn.Module) -> dict[str, int]:
     """Parameters of each unit of a sharded model, those of units in it left out; root is ""."""
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    sizes = {clean_fqn(name): 0 for name in units}
+    sizes = {fqn(model, name): 0 for name in units}
     for name, parameter in model.named_parameters():
         owner = max((u for u in units if not u or name.startswith(f"{u}.")), key=len)
-        sizes[clean_fqn(owner)] += parameter.numel()
+        sizes[fqn(model, owner)] += parameter.numel()
     return sizes
 
 
@@ -174,12 +175,12 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
                 "Name the classes of the modules that hold most of them.",
             )
         )
-    for fqn, module in units.items():
+    for name, module in units.items():
         if not runs(module):
             raise ConfigError(
                 Problem(
                     policy.source,
-                    f"= {list(policy.class_names)}, but {fqn} is a {type(module).__name__}, a "
+                    f"= {list(policy.class_names)}, but {name} is a {type(module).__name__}, a "
                     "container without a forward around which its parts could be gathered.",
                     "Name the class of the modules in it.",
                 )
