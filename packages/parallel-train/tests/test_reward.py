@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from parallel_config import ConfigError, Topology
 from parallel_train.config import TrainConfig
-from parallel_train.data import frames
+from parallel_train.data import columns
 from parallel_train.data.config import DatasetConfig
 from parallel_train.data.lerobot import LeRobotDataset
 from parallel_train.data.loader import build_loader
@@ -125,7 +125,7 @@ def test_a_label_is_one_number_per_frame(dtype, shape, is_label):
 
 
 def test_dtypes_of_numbers_are_those_that_are_read():
-    assert tuple(frames._DTYPES) == NUMBERS
+    assert tuple(columns.DTYPES) == NUMBERS
 
 
 def test_labels_lie_between_zero_and_one():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from parallel_config import ConfigError, Problem
+from parallel_train.data.columns import DTYPES, Column, read_column, stored_shape
 from parallel_train.data.metadata import (
     BOOKKEEPING,
     COPY,
@@ -20,16 +19,10 @@ from parallel_train.data.metadata import (
     folder_error,
     read_table,
 )
-from parallel_train.data.spec import NUMBERS, Feature, is_learned
+from parallel_train.data.spec import is_learned
 from parallel_train.data.stats import Stats
 
-Column = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
-_DTYPES = {
-    name: np.float32 if name.startswith("float") else np.bool_ if name == "bool" else np.int64
-    for name in NUMBERS
-}
-"""Dtypes of info.json that are read, and what they become."""
 IsRead = Callable[[str], bool]
 """Whether a policy reads the feature of that (policy's) name."""
 
@@ -89,11 +82,11 @@ class _Reader:
     def __init__(self, metadata: Metadata, is_read: IsRead) -> None:
         self._metadata, self._is_read, self._files = metadata, is_read, set[str]()
         count = metadata.num_frames
-        self._features = {n: f for n, f in metadata.spec.features.items() if f.dtype in _DTYPES}
+        self._features = {n: f for n, f in metadata.spec.features.items() if f.dtype in DTYPES}
         # Pages of zeros that are never written do not take memory: of a large dataset, only the
         # chosen episodes do.
         self.columns: dict[str, Column] = {
-            name: np.zeros((count, *_shape(name, f)), _DTYPES[f.dtype])
+            name: np.zeros((count, *stored_shape(name, f)), DTYPES[f.dtype])
             for name, f in self._features.items()
         }
         self.present = np.zeros(count, np.bool_)
@@ -112,7 +105,7 @@ class _Reader:
         rows = self._rows(table, file)
         for name, feature in list(self._features.items()):
             try:
-                self.columns[name][rows] = _column(self._metadata, table, file, name, feature)
+                self.columns[name][rows] = read_column(self._metadata, table, file, name, feature)
             except ConfigError as error:
                 if name in BOOKKEEPING or self._is_read(self._metadata.rename.get(name, name)):
                     raise
@@ -124,7 +117,7 @@ class _Reader:
     def _rows(self, table: pa.Table, file: str) -> Indices:
         """The index of each row, which no other row may have."""
         feature = self._features["index"]
-        rows: Indices = _column(self._metadata, table, file, "index", feature)
+        rows: Indices = read_column(self._metadata, table, file, "index", feature)
         outside = np.flatnonzero((rows < 0) | (rows >= len(self.present)))
         if outside.size:
             raise folder_error(
@@ -143,11 +136,6 @@ class _Reader:
                 "Remove the file that was left over, or copy the dataset again.",
             )
         return rows
-
-
-def _shape(name: str, feature: Feature) -> tuple[int, ...]:
-    # info.json declares [1] for the bookkeeping, which is read as plain numbers.
-    return () if name in BOOKKEEPING else feature.shape
 
 
 def _episode_of(metadata: Metadata, frame: int) -> int:
@@ -291,86 +279,6 @@ def episode_bounds(episodes: Sequence[Episode]) -> tuple[Indices, Indices]:
     first = np.repeat([episode.first for episode in episodes], lengths)
     end = np.repeat([episode.end for episode in episodes], lengths)
     return first, end
-
-
-def _column(metadata: Metadata, table: pa.Table, file: str, name: str, feature: Feature) -> Column:
-    if name not in table.column_names:
-        raise folder_error(
-            metadata.root,
-            f"{file} does not have the column {name!r} that meta/info.json declares.",
-            COPY,
-        )
-    column = table[name].combine_chunks()
-    if column.null_count:
-        raise folder_error(
-            metadata.root,
-            f"{file}: {name} is empty in {column.null_count} frames.",
-            "Fill them, or leave their episodes out: --dataset.episodes with the others.",
-        )
-    values, widths, kind = _flat(column)
-    if values is None:
-        raise folder_error(
-            metadata.root,
-            f"{file}: {name} holds values of Arrow type {kind}, but meta/info.json declares "
-            f"{feature.dtype}: a number, or lists of numbers.",
-            "Write the column as numbers or lists of them, or mend meta/info.json.",
-        )
-    shape = _shape(name, feature)
-    width = int(np.prod(shape, dtype=np.int64))
-    # A file without rows has no widths to compare.
-    if widths != {width} and table.num_rows:
-        raise folder_error(
-            metadata.root,
-            f"feature {name!r} is declared with shape {list(feature.shape)}, but {file} holds "
-            f"{' or '.join(str(w) for w in sorted(widths)[:5])} values per frame.",
-            "Mend meta/info.json, or record again.",
-        )
-    cast: Column = values.astype(_DTYPES[feature.dtype], copy=False)
-    # 0.7 that is declared int64 would become 0.
-    if cast.dtype.kind in "ib" and values.dtype.kind != cast.dtype.kind:
-        changed = np.flatnonzero(cast != values)
-        if changed.size:
-            raise folder_error(
-                metadata.root,
-                f"{file}: {name} holds {values[changed[0]]}, but meta/info.json declares "
-                f"{feature.dtype}.",
-                "Mend the dtype in meta/info.json.",
-            )
-    return cast.reshape(table.num_rows, *shape)
-
-
-def _flat(column: Any) -> tuple[Column | None, set[int], Any]:
-    """All values of a column one after another, how many a frame has, and their Arrow type.
-
-    Writers differ: lists of fixed, small or large size, views of lists, dictionaries, and types of
-    their own (a matrix per frame). None stands for values that are not numbers.
-    """
-    widths = {1}
-    while True:
-        kind = column.type
-        if isinstance(kind, pa.BaseExtensionType):
-            column = column.storage
-        elif pa.types.is_dictionary(kind):
-            column = column.dictionary_decode()
-        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-            column = pa.array(column.to_pylist(), pa.list_(kind.value_type))
-        elif (
-            pa.types.is_fixed_size_list(kind)
-            or pa.types.is_list(kind)
-            or pa.types.is_large_list(kind)
-        ):
-            lengths = set(pc.list_value_length(column).to_pylist())
-            # Lists may lie in lists: a matrix per frame.
-            widths = {outer * (inner or 0) for outer in widths for inner in lengths}
-            column = column.flatten()
-        else:
-            break
-    if pa.types.is_decimal(kind):
-        column = column.cast(pa.float64())
-    elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        return None, widths, kind
-    # An empty entry of a list becomes NaN, which is refused where the column is read.
-    return column.to_numpy(zero_copy_only=False), widths, kind
 
 
 def _check_numbering(

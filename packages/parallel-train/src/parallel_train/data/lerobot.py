@@ -23,8 +23,9 @@ from torch.utils.data import Dataset
 from parallel_config import ConfigError, Problem
 from parallel_train.data import frames
 from parallel_train.data.cameras import Cameras
+from parallel_train.data.columns import Column
 from parallel_train.data.config import DatasetConfig
-from parallel_train.data.frames import Column, Indices
+from parallel_train.data.frames import Indices
 from parallel_train.data.metadata import Metadata, folder_error, read_metadata
 from parallel_train.data.spec import DataSpec, Feature, is_learned
 from parallel_train.data.stats import Stats, mode_of
