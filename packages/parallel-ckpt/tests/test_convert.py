@@ -200,6 +200,30 @@ def test_beside_the_shards_the_checkpoint_stays_whole(fresh: Path) -> None:
         assert same(model.state_dict(), load_file(fresh / "run.safetensors"))
 
 
+def test_the_second_copy_of_weights_can_be_deleted(fresh: Path) -> None:
+    """As `safetensors_dcp` saves them. The safetensors are read whole before the shards go."""
+    step = fresh / "run" / "checkpoints" / "000002"
+    convert(step)
+    (file,) = (step / "pretrained_model").glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        convert(step, delete_dcp=True)
+    assert verify(step).manifest.checkpoint_format.has_dcp
+    file.write_bytes(whole)
+    for named in (step, step / "pretrained_model" / "dcp"):
+        copy = fresh / named.name
+        shutil.copytree(step, copy)
+        result = convert(copy / named.relative_to(step), delete_dcp=True)
+        assert result.deleted
+        assert not (copy / "pretrained_model" / "dcp").exists()
+        assert verify(copy).ok
+        assert verify(copy).manifest.checkpoint_format is CheckpointFormat.SAFETENSORS
+        assert same(weights(result.path), load_file(fresh / "run.safetensors"))
+        with pytest.raises(ConfigError, match="delete_dcp has nothing to remove"):
+            convert(copy, delete_dcp=True)
+
+
 def test_config_and_processors_come_along(fresh: Path, tmp_path: Path) -> None:
     source = fresh / "accelerate" / "pytorch_model_fsdp_0"
     (fresh / "accelerate" / "config.json").write_text('{"dtype": "float32", "size": 3}')

@@ -116,8 +116,10 @@ def convert(
     except ValueError as error:
         raise ConfigError(Problem("max_shard_size", f"= {error}")) from error
     found = find_source(source)
-    if delete_dcp and output is None and dtype == "keep" and (left := _left_shards(found)):
-        return _finish_deletion(found, left)
+    if delete_dcp and output is None and dtype == "keep":
+        _forget_second_copy(found)
+        if left := _left_shards(found):
+            return _finish_deletion(found, left)
     target = _target(found, output)
     files = plan_files(found.tensors, dtype, limit)
     _refuse_loss(found, files, target, dtype, delete_dcp)
@@ -340,6 +342,38 @@ def _shard_files(source: ConversionSource) -> list[Path]:
     return list(dict.fromkeys([*ours, *named]))
 
 
+def _forget_second_copy(source: ConversionSource) -> None:
+    """Of weights that one save kept as safetensors and as DCP, take the DCP out of the manifest.
+
+    Its files are then as those of `_left_shards`. The safetensors files are read whole first: they
+    are the only copy from here on.
+    """
+    step = source.step
+    if step is None:
+        return
+    contents = Contents.read(step)
+    if not contents.safetensors or not contents.has_dcp(step.dcp):
+        return
+    _require_whole(step, contents)
+    kept = tuple(
+        record for path, record in contents.records.items() if not path.is_relative_to(step.dcp)
+    )
+    manifest = replace(
+        contents.manifest, files=kept, checkpoint_format=CheckpointFormat.SAFETENSORS
+    )
+    with temporary_folder(step.pretrained_model, CONVERTING) as temporary:
+        with hashed_file(temporary / MANIFEST) as file:
+            file.write(manifest.to_json().encode())
+        os.replace(temporary / MANIFEST, step.manifest)
+        flush_folder(step.path)
+
+
+def _require_whole(step: StepFolder, contents: Contents) -> None:
+    records = [contents.records[path] for path in contents.safetensors]
+    if problems := list(file_problems(step, records, "full")):
+        raise DamagedCheckpoint(problems[:10], source=str(step.path))
+
+
 def _left_shards(source: ConversionSource) -> list[Path]:
     """Shards that a conversion was to remove, and died after the manifest had forgotten them."""
     if source.step is None or not source.step.dcp.is_dir():
@@ -357,9 +391,7 @@ def _our_shards(folder: Path) -> list[Path]:
 def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertResult:
     assert source.step is not None
     step, contents = source.step, Contents.read(source.step)
-    records = [contents.records[path] for path in contents.safetensors]
-    if problems := list(file_problems(step, records, "full")):
-        raise DamagedCheckpoint(problems[:10], source=str(step.path))
+    _require_whole(step, contents)
     clear(step.pretrained_model, CONVERTING)
     return ConvertResult(
         step.pretrained_model,
