@@ -1,6 +1,7 @@
 """Measure how saving and loading grow with the number of tensors.
 
-    python benchmarks/scale.py [--tensors 2500 10000 50000] [--rounds 3] [--folder DIR]
+    python benchmarks/scale.py [--tensors 2500 10000 50000] [--chunks 10000 200000 1000000]
+                               [--rounds 3] [--folder DIR]
 
 All tensors are small, so that what is measured is the cost of a tensor and not of its bytes. A
 quarter of them are weights and the others are AdamW's state. Everything runs in one process.
@@ -8,12 +9,17 @@ quarter of them are weights and the others are AdamW's state. Everything runs in
 The program prints processor time, because the cost of many tensors is work and not waiting. `per
 tensor` should stay the same from one line of a kind to the next. The ratio is over torch's own way
 at the same number of tensors: `dcp.save` for a save, `dcp.load` for a restore.
+
+`--chunks` measures the description alone: `.metadata` and our index of tensors that 64 ranks hold
+shards of, written and read without any shard. Its ratio is over `pickle.load` of the same
+`.metadata`, which trusts the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import pickle
 import statistics
 import tempfile
 import time
@@ -25,12 +31,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from parallel_ckpt import CheckpointSaver, read_start, restore
+from parallel_ckpt.formats.dcp import read_dcp
+from parallel_ckpt.formats.dcp_index import Row, read_index
 from parallel_ckpt.inspect import inspect
+from parallel_ckpt.save.dcp import Part, Written, finish
 from parallel_ckpt.verify import verify
 from parallel_config import CheckpointConfig, CheckpointFormat, Topology
 
 WIDTH = 64
 """Elements of a tensor."""
+RANKS = 64
+"""That hold a shard of each tensor, where only its description is measured."""
 SINGLE = Topology()
 YARDSTICKS = {"save": "dcp.save", "restore": "dcp.load"}
 
@@ -129,16 +140,66 @@ def report_tensors(counts: Sequence[int], rounds: int, folder: Path) -> None:
             print(line, flush=True)
 
 
+def describe(num_chunks: int, folder: Path) -> None:
+    """Write what a save of `num_chunks` shards by `RANKS` ranks says of them."""
+    shape, sizes = (RANKS * WIDTH, 4), (WIDTH, 4)
+    num_bytes = 4 * WIDTH * 4
+    parts = []
+    for rank in range(RANKS):
+        boxes = [
+            Written(
+                Row(
+                    f"layers.{i}.weight", "float32", shape, (rank * WIDTH, 0), sizes,
+                    f"__{rank}_0.distcp", i * 2 * num_bytes + 512, num_bytes, i,
+                ),
+                i * 2 * num_bytes,
+                2 * num_bytes,
+            )
+            for i in range(num_chunks // RANKS)
+        ]  # fmt: skip
+        parts.append(Part(boxes, {}))
+    finish(folder, parts)
+
+
+def report_chunks(counts: Sequence[int], rounds: int, folder: Path) -> None:
+    """Print what reading the description costs."""
+    for count in counts:
+        where = folder / f"chunks-{count}"
+        where.mkdir(parents=True)
+        print(f"{'write':10} {count:9,} chunks  ", end="")
+        print(f"{processor_seconds(lambda n=count, f=where: describe(n, f)):8.3f} s")
+
+        def unpickle(where: Path = where) -> None:
+            with (where / ".metadata").open("rb") as file:
+                pickle.load(file)
+
+        ways: dict[str, Callable[[], object]] = {
+            "pickle": unpickle,
+            "index": lambda where=where: read_index(where),
+            "foreign": lambda where=where: read_dcp(where),
+        }
+        seconds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for name, act in ways.items():
+                seconds.setdefault(name, []).append(processor_seconds(act))
+        for name, found in seconds.items():
+            cpu = statistics.median(found)
+            ratio = cpu / statistics.median(seconds["pickle"])
+            print(f"{name:10} {count:9,} chunks  {cpu:8.3f} s  ratio {ratio:5.2f}", flush=True)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tensors", type=int, nargs="*", default=[2_500, 10_000, 50_000])
+    parser.add_argument("--chunks", type=int, nargs="*", default=[10_000, 200_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         report_tensors(options.tensors, options.rounds, Path(folder))
+        report_chunks(options.chunks, options.rounds, Path(folder))
 
 
 if __name__ == "__main__":
