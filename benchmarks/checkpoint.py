@@ -194,8 +194,13 @@ def save_ways(bench: Bench, whole: dict[str, torch.Tensor]) -> Iterator[Callable
     def metas() -> None:
         name = "torch-checkpointing, no flush"
         from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import SyncCheckpointSaverConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        manager = CheckpointManager(CheckpointManager.Config.with_sync_save())
+        # Its direct writes (0.1.1) ended in "Invalid argument" on the disk that this was tried on.
+        storage = LocalFileSystemStorageConfig(use_direct_io=False)
+        save = SyncCheckpointSaverConfig()
+        manager = CheckpointManager(CheckpointManager.Config(save=save, storage_config=storage))
         shards = {
             key: tensor.to_local() if isinstance(tensor, DTensor) else tensor
             for key, tensor in bench.state().items()
