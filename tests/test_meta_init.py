@@ -54,7 +54,7 @@ def test_a_policy_that_draws_its_values_elsewhere_says_what_to_do(ptrain):
     text = ptrain("train", *flags, code=2, env=environ)
     assert text.endswith(
         "meta_init = True, but drawing the values of MyPolicy fails: no. "
-        "Mend the module's reset_parameters(), or use --no-meta_init.\n"
+        "Correct the module's reset_parameters(), or use --no-meta_init.\n"
     ), text
     fetching = "    def reset_parameters(self):\n        nn.init.ones_(self.table)\n\n"
     fetching += "    def load_pretrained(self):\n        self.load_state_dict({})\n"

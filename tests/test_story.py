@@ -261,7 +261,7 @@ def test_a_plan_needs_no_ranks(ptrain):
 def test_what_a_resume_cannot_do_is_refused(ptrain, small):
     ptrain("train", *small, "--steps", 2, "--output_dir", "run")
     text = ptrain("resume", "run", "--steps", 3, "--output_dir", "elsewhere", code=2)
-    assert "output_dir = 'elsewhere', but a run goes on in its own folder" in text
+    assert "output_dir = 'elsewhere', but a run continues in its own folder" in text
     text = ptrain("resume", "run", "--steps", 3, "--optimizer.type", "sgd", code=2)
     assert "optimizer.type = 'sgd', but the checkpoint holds the state of 'adamw'" in text
     assert "(step 2)" in ptrain("resume", "run", "--steps", 3, "--output_dir", "run")

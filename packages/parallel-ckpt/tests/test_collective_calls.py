@@ -60,7 +60,7 @@ def test_a_collective_call_that_one_rank_makes_alone_is_told(call: str, tmp_path
     assert outcomes[0].exit_code is not None, outcomes[0].error
     message = str(outcomes[0].result)
     who = "ranks [1]" if call == "save" else "another rank"
-    words = f"was not made by {who} within 1 s. Every rank makes this call"
+    words = f"was not made by {who} within 1 s. Every rank must make this call"
     assert words in message, outcomes[0].error
 
 

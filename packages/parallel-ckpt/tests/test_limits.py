@@ -142,8 +142,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "dims": (Named("a", torch.zeros([1] * 65, dtype=torch.int8)), "of up to 64 dims"),
     "meta": (Named("a", torch.empty(2, device="meta")), "a is on meta, so it does not have values"),
     "sparse": (Named("a", torch.zeros(2, 2).to_sparse()), "a is a sparse_coo tensor, but only"),
-    "int4": (Named("a", torch.empty(2, dtype=torch.int4)), "a has dtype int4, which no checkpoint"),
-    "uint1": (Named("a", torch.empty(2, dtype=torch.uint1)), "a has dtype uint1, which no"),
+    "int4": (Named("a", torch.empty(2, dtype=torch.int4)), "a has dtype int4, which checkpoints"),
+    "uint1": (
+        Named("a", torch.empty(2, dtype=torch.uint1)),
+        "a has dtype uint1, which checkpoints",
+    ),
     "dispatches": (
         Named("a", Dispatches(torch.ones(2, dtype=torch.int8))),
         "a is a Dispatches, wh",

@@ -121,7 +121,7 @@ def test_a_folder_that_holds_something_else_is_named_and_kept(copied: Path) -> N
     shutil.copytree(copied.parent / "other/checkpoints/000002", last)
     (note,) = mend_run(copied)
     assert note == (
-        f"{last}: is a folder, not a link, and holds what no step folder holds. Saves do not "
-        "update it. Move it away."
+        f"{last}: is a folder, not a link, and holds files that do "
+        "not belong to a step folder. Saves do not update it. Move it away."
     )
     assert (last / "manifest.json").is_file()

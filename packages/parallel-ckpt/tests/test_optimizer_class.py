@@ -152,7 +152,7 @@ def test_version_1_does_not_name_the_class() -> None:
     assert restore(golden, model, optimizer).num_optimizer_entries == 2
     restored = restore(golden, model, optimizer, allow_optimizer_change=True)
     assert restored.notes == (
-        "optimizer: the state of torch.optim.sgd.SGD starts anew, as asked for.",
+        "optimizer: the state of torch.optim.sgd.SGD starts anew, as requested.",
     )
 
 
@@ -162,7 +162,7 @@ def test_gradients_of_other_weights_are_dropped(runs: dict[str, Path]) -> None:
     restored = restore(runs["AdamW"], model, optimizer)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert restored.notes == (
-        "gradients of 4 parameters are dropped: they were not of the restored weights.",
+        "gradients of 4 parameters are dropped: they do not belong to the restored weights.",
     )
     fresh, same = built(torch.optim.AdamW)
     restore(runs["AdamW"], fresh, same)

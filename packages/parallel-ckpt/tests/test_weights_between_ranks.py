@@ -134,7 +134,7 @@ def test_a_rank_that_ends_is_told_to_the_others(tmp_path: Path) -> None:
     _, second = rank_outcomes(saved_with_one_slow_or_dead, 2, tmp_path, 60.0, "dead")
     assert second.exit_code == 7
     assert (tmp_path / "told-0").read_text() == (
-        "rank 0 has lost another rank, which ended while they were at work on a checkpoint. "
+        "rank 0 has lost another rank. It ended while the ranks worked on a checkpoint. "
         "The error of that rank says why."
     )
 
@@ -171,7 +171,7 @@ def destroy_during_a_save(root: Path) -> str:
 def test_a_group_that_is_destroyed_during_a_save_is_named(tmp_path: Path) -> None:
     told = run_ranks(destroy_during_a_save, 2, tmp_path)
     assert told[0] == (
-        "process group was destroyed while ranks were at work on a checkpoint. "
+        "process group was destroyed while the ranks worked on a checkpoint. "
         "Call CheckpointSaver.wait or close before destroy_process_group."
     )
     assert told[1] != "saved"

@@ -112,7 +112,7 @@ def test_all_problems_are_told_at_once():
         "accelerator.fsdp.wrap_modles is not a field. Did you mean 'wrap_modules'?",
         "checkpoint_format = \"zip\", but it is one of 'safetensors', 'dcp' or 'safetensors_dcp'.",
         "stpes is not a field. Did you mean 'steps'?",
-        "parallelism.dp_shard = -3, but a degree is at least 1, or -1 for every rank left over. "
+        "parallelism.dp_shard = -3, but a degree is at least 1, or -1 for all remaining ranks. "
         "Use --parallelism.dp_shard -1 or a positive number (ParallelismConfig.dp_shard).",
     ]
 
@@ -213,7 +213,7 @@ def test_files_that_are_no_config(tmp_path, name, content, expected):
 def test_a_path_is_honoured_only_where_the_user_wrote_it():
     text = '{"model": {"type": "parallel_config_test_models:SmallModel", "width": 2}}'
     assert load(text).config.model == SmallModel(width=2)
-    assert "so its code is not imported unasked" in problems(text, trusted=False)[0]
+    assert "So its code is imported only if you ask for it" in problems(text, trusted=False)[0]
 
 
 def test_a_path_to_something_else_is_refused():

@@ -79,7 +79,7 @@ def test_degrees_out_of_range(degrees):
 
 
 def test_only_one_degree_fills():
-    with pytest.raises(ConfigError, match="only one degree can fill up"):
+    with pytest.raises(ConfigError, match="only one degree can take the remaining ranks"):
         ParallelismConfig(dp_replicate=-1, dp_shard=-1)
 
 

@@ -105,7 +105,7 @@ def test_what_makes_no_update_is_refused():
         "(accelerator.gradient_accumulation.steps). Use "
         "--accelerator.gradient_accumulation.steps 3 or less "
         "(GradientAccumulationConfig.steps), more data, or "
-        "accumulate(loader, epochs=None), which runs on over the end of the data."
+        "accumulate(loader, epochs=None), which continues past the end of the data."
     )
     for epochs in (0, -1, 1.5, "2", True):
         with pytest.raises(ConfigError, match=rf"epochs = {epochs!r}, but it is an integer of at"):

@@ -69,7 +69,7 @@ def test_a_loader_that_is_cut_already_is_refused_by_what_cut_it():
         ("dispatcher", "DataLoaderDispatcher"),
         ("stream", "IterableDatasetShard"),
     ]:
-        assert f"cut over the ranks already, by a {by}:" in found[name]
+        assert f"is already split over the ranks by a {by}:" in found[name]
 
 
 def rows_read(degrees):

@@ -348,8 +348,9 @@ MISSING = (
     "parallel_engine.initialize."
 )
 LOST = (
-    "model was built on the meta device, which lost its buffers {}; with persistent=False they are "
-    "in no checkpoint. Build the model under parallel_engine.parameters_on_meta(), or give their "
+    "model was built on the meta device, which lost its buffers {}; with persistent=False "
+    "checkpoints do not hold them. Build the model under parallel_engine.parameters_on_meta(), or "
+    "give their "
     "module a method reset_buffers() that computes them."
 )
 
@@ -434,8 +435,8 @@ def test_what_cannot_be_built_in_time_is_refused():
     with torch.device("meta"):
         model = Model()
     assert refused(model, make_optimizer(model)) == (
-        "optimizer is a AdamW of parameters on the meta device, which become others when they get "
-        "memory. Give a function that builds it: lambda model: AdamW(model.parameters())."
+        "optimizer is a AdamW of parameters on the meta device, which are replaced when "
+        "they get memory. Give a function that builds it: lambda model: AdamW(model.parameters())."
     )
     assert refused(model, make_optimizer, make_scheduler(make_optimizer(Model()))) == (
         "scheduler is a LambdaLR of another optimizer than the one that is built later. Give a "

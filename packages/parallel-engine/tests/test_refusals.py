@@ -134,7 +134,7 @@ class Views(Net):
 
 def test_parameters_that_share_memory():
     text = refusal(Views())
-    assert text.startswith("model.upper lies at the same address as whole: sharded they would be")
+    assert text.startswith("model.upper lies at the same address as whole: sharding would make two")
     model = Views()
     model.upper = nn.Parameter(model.upper.detach().clone())
     preflight.check(model, torch.optim.SGD(model.parameters()), AcceleratorConfig(), SHARDED, CPU)
@@ -303,7 +303,7 @@ def test_a_branch_that_one_rank_takes_ends_on_both_or_works():
     outcomes = rank_outcomes(a_branch_on_rank_1, 2, False, init=False)
     assert [o.error_type for o in outcomes] == ["PeerError", "UnusedParametersError"]
     for outcome in outcomes:
-        assert "4 trainable parameters took no part in the loss" in outcome.error
+        assert "4 trainable parameters did not take part in the loss" in outcome.error
         assert ": blocks.1.linear.weight, " in outcome.error
         assert "--accelerator.ddp.find_unused_parameters" in outcome.error
     losses = run_ranks(a_branch_on_rank_1, 2, True, init=False)

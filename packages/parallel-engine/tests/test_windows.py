@@ -133,7 +133,7 @@ def test_ddp_misses_a_parameter_that_only_the_last_micro_batch_leaves_out():
     """Its gradient is there, from the first one, but the bucket was never reduced."""
     for outcome in rank_outcomes(skips_in_the_last_micro_batch, 2, init=False):
         assert outcome.error_type in ("UnusedParametersError", "PeerError")
-        assert "2 trainable parameters took no part in the loss" in outcome.error
+        assert "2 trainable parameters did not take part in the loss" in outcome.error
         assert "blocks.1.linear.weight, blocks.1.linear.bias" in outcome.error
 
 
@@ -391,7 +391,7 @@ def test_a_scheduler_that_wants_a_metric_is_refused_before_the_first_update():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
         scheduler = (lambda o, p=plateau: p(o)) if late else plateau(optimizer)
-        with pytest.raises(ConfigError, match="ReduceLROnPlateau, which wants a metric"):
+        with pytest.raises(ConfigError, match="ReduceLROnPlateau, which needs a metric"):
             Engine(device="cpu").prepare(model, optimizer, scheduler, None)
 
 

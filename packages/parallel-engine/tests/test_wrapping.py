@@ -148,7 +148,9 @@ def test_the_units_of_a_run_are_the_declared_ones_and_no_others(mode, by_size):
 
 
 def test_a_model_without_named_units_is_refused():
-    with pytest.raises(ConfigError, match=r"saves no memory(.|\n)*--accelerator.fsdp.wrap_modules"):
+    with pytest.raises(
+        ConfigError, match=r"does not save memory(.|\n)*--accelerator.fsdp.wrap_modules"
+    ):
         units(Plain())
 
 

@@ -7,7 +7,7 @@ from parallel_publish.card_merge import BEGIN, END, merge_cards
 
 OLD = render_card(CardInfo(title="Old", license="mit", tags=("a",)))
 NEW = render_card(CardInfo(title="New \\1", license="mit", tags=("a",), library_name="x"))
-NO_MARKS = "does not have our marks once: all of it stays, and our part is put below"
+NO_MARKS = "does not have our marks exactly once: its text is kept, and our part is added below"
 
 
 def body(text):

@@ -86,7 +86,7 @@ def test_saving_again_leaves_no_stale_shards(tmp_path):
 def test_a_failed_save_leaves_the_former_files(tmp_path):
     model = Regressor()
     model.save_pretrained(tmp_path / "out")
-    with pytest.raises(ConfigError, match="weights replaced by a processor"):
+    with pytest.raises(ConfigError, match="weights overwritten by a processor"):
         Regressor().save_pretrained(tmp_path / "out", processors=[Rude()])
     _same(model, Regressor.from_pretrained(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -298,8 +298,8 @@ def test_a_card_that_is_there_is_sent_as_it_is_and_says_so(hub, tmp_path):
     assert publish_checkpoint(tmp_path / "out", config, on_note=notes.append).ok
     assert hub.files("user/model")["README.md"].endswith(b"# x")
     assert notes == [
-        f"{tmp_path}/out/README.md is sent as it is, without arm; to have a new one written, "
-        "move it away"
+        f"{tmp_path}/out/README.md is sent as it is, without arm; move it away, and "
+        "a new one is written"
     ]
 
 
@@ -336,7 +336,7 @@ def test_a_folder_is_sent_as_it_is(hub, tmp_path):
     assert set(hub.files("user/model")) == {"README.md", "model.safetensors", "LICENSE"}
     assert said[0] == "these are not files of a model and are not sent: data/, host, notes.txt"
     (tmp_path / "out" / "config.json").symlink_to("/etc/hostname")
-    with pytest.raises(ConfigError, match=r"config.json is a link out of the folder\."):
+    with pytest.raises(ConfigError, match=r"config.json is a link that leads out of the folder\."):
         publish_checkpoint(tmp_path / "out", CONFIG)
 
 
@@ -365,7 +365,7 @@ def test_a_kept_bundle_is_sent_with_all_that_was_put_into_it(hub, tmp_path):
     assert publish_checkpoint(first.bundle, CONFIG, on_note=said.append).ok
     # What was kept for this try is gone after it; what a person put there is not.
     assert [path.name for path in first.bundle.iterdir()] == ["notes.txt"]
-    assert said[-1] == f"{first.bundle} stays, for what was put there: notes.txt"
+    assert said[-1] == f"{first.bundle} is kept, because it holds other files: notes.txt"
     sent = set(hub.files("user/model"))
     assert sent == {"README.md", "config.json", "model.safetensors", "stoi.txt"}
 

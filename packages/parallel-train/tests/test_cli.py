@@ -77,7 +77,7 @@ def test_every_spelling_of_a_boolean_is_read(words, value):
 
 @pytest.mark.parametrize("word", ["0", "1", "yes", ""])
 def test_only_true_and_false_are_boolean_words(word):
-    with pytest.raises(ConfigError, match="a boolean takes no value, or true or false"):
+    with pytest.raises(ConfigError, match="a boolean takes true, false or no value"):
         config(f"--policy.use_vae={word}")
 
 
@@ -248,8 +248,8 @@ def test_wrong_values_are_reported_in_one_block_and_exit_with_2(words, expected,
         ("--dataset.qwerty 3", "`--help` lists all flags."),
         ("--no-accelerator.tf23", "Did you mean --accelerator.tf32?"),
         ("positional", "positional does not belong to any flag. Names of flags begin with --."),
-        ("--accelerator.tf32 yes", "--accelerator.tf32 = 'yes', but a boolean takes no value, or "
-         "true or false. Use --accelerator.tf32 or --accelerator.tf32 false."),
+        ("--accelerator.tf32 yes", "--accelerator.tf32 = 'yes', but a boolean takes true, "
+         "false or no value. Use --accelerator.tf32 or --accelerator.tf32 false."),
     ],
 )  # fmt: skip
 def test_a_flag_that_does_not_exist_is_met_with_the_one_that_does(words, hint, capsys):
@@ -294,7 +294,8 @@ def test_defaults_that_follow_a_preset_are_said():
     (line,) = parse(["train", *WAM_6B, "--steps", "9"]).notes
     assert line == (
         "defaults of wam 6b: optimizer.lr 0.0001, optimizer.betas 0.9 0.95, optimizer.weight_decay "
-        "0.01, scheduler.warmup_steps 2000, scheduler.min_lr_ratio 0.1 (flags and files win)"
+        "0.01, scheduler.warmup_steps 2000, scheduler.min_lr_ratio 0.1 (flags and files override "
+        "them)"
     )
 
 

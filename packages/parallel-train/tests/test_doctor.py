@@ -71,7 +71,7 @@ def test_notes_alone_do_not_fail_the_doctor(doctor):
     assert found["launch"]["level"] == "note"
     assert "MASTER_PORT = '29500', RANK = '0'" in found["launch"]["text"]
     assert "use --standalone" in found["torchrun"]["text"]
-    assert "wins over the config" in found["accelerate"]["text"]
+    assert "overrides the config" in found["accelerate"]["text"]
     assert "ACCELERATE_MIXED_PRECISION" in found["accelerate"]["text"]
     assert "PARALLEL_DEVICE = 'cpu'" in found["device"]["text"]
 

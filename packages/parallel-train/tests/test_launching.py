@@ -410,7 +410,7 @@ def test_a_second_signal_stops_at_once_and_harms_nothing(train, tmp_path):
     for pid in ranks.values():  # as if deep in a computation: the first signal finds no answer
         os.kill(pid, signal.SIGSTOP)
     process.popen.terminate()
-    process.wait_for_text("SIGTERM: saving, then leaving; send it again to stop at once")
+    process.wait_for_text("SIGTERM: saving, then exiting; send it again to stop at once")
     time.sleep(2.1)
     process.popen.terminate()
     assert process.end(10) == 128 + signal.SIGTERM, process.text

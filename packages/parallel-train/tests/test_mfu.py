@@ -80,7 +80,7 @@ def test_actions_beyond_every_episode_are_reported():
         else:
             assert said == (
                 f"the policy predicts {chunk_size:,} actions, but the longest episode has "
-                f"{longest} frames: what comes after {longest} is computed and never trained"
+                f"{longest} frames: what comes after {longest} is computed, but never trained"
             )
 
 

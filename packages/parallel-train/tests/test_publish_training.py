@@ -247,7 +247,7 @@ def test_replicated_ranks_publish_the_average_that_their_checkpoint_holds(hub, p
     said = ptrain(*TRAIN, *TWO, *PUBLISH, *flags, "--steps", 2, "--output_dir", "run")
     bundle = f"{ptrain.folder}/run/publish-000002-user--run@v2"
     command = f"ptrain publish {bundle} --repo_id user/run --revision v2"
-    assert f"publishing; should this be cut short: {command}\n" in said
+    assert f"publishing; if this is interrupted, run: {command}\n" in said
     assert hub.files("user/run") == {}
     before = load_policy(ptrain.folder / "run").model.state_dict()
     after = load_policy("user/run", revision="v2").model.state_dict()
@@ -501,7 +501,7 @@ def test_wrong_ways_to_resume_from_the_hub_are_refused(hub, ptrain, pushed, caps
         assert run(["resume", *words]) == 2
         return capsys.readouterr().err
 
-    assert "path is missing: what is to be resumed?" in fails()
+    assert "path is missing: name the run to resume." in fails()
     assert "from_hub needs a value. Use --from_hub user/run." in fails("--from_hub", "--steps", "5")
     with pytest.raises(SystemExit):
         run(["resume", "--from_hub", "user/run", "--help"])

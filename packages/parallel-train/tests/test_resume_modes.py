@@ -101,7 +101,7 @@ def test_damage_everywhere_is_refused_not_written_over(run, mode):
         decide("--output_dir", run, resume=mode)
     text = str(refused.value)
     assert f"output_dir = '{run}' does not hold an intact checkpoint to resume." in text
-    assert "Mend these, or move them away to start afresh." in text
+    assert "Repair these, or move them away to start a new run." in text
     assert all(f"skipped {run}/checkpoints/{step:06d}: " in text for step in (2, 4, 6))
     for step in (2, 4, 6):
         shutil.rmtree(run / f"checkpoints/{step:06d}")
@@ -208,7 +208,7 @@ def test_a_mapping_in_the_file_replaces_the_checkpoints(run, tmp_path):
 
 
 def test_must_needs_something_to_continue(tmp_path):
-    with pytest.raises(ConfigError, match="Use --resume auto to start afresh in that case"):
+    with pytest.raises(ConfigError, match="Use --resume auto to start a new run in that case"):
         decide("--output_dir", tmp_path / "new", resume="must")
 
 

@@ -117,7 +117,7 @@ def sgd(**fields):
 
 
 def test_fields_that_sgd_does_not_have_are_reported_as_without_effect():
-    nothing = "(without effect: sgd reads of these only the first of betas, its momentum)"
+    nothing = "(without effect: sgd reads only the first of betas, as its momentum)"
     for now in (sgd(betas=(0.9, 0.95)), sgd(eps=1e-6)):
         (line,) = differences(sgd(), now)
         assert line.endswith(nothing)

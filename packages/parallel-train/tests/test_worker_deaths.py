@@ -36,9 +36,10 @@ class Deadly(Dataset):
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        (signal.SIGKILL, "was ended by SIGKILL: this is mostly the kernel, for want of memory. Use "
-         "fewer --dataset.num_workers (now 1), or a smaller --dataset.prefetch_factor or "),
-        (signal.SIGBUS, "was ended by SIGBUS: this is mostly a shared memory (/dev/shm) that is"),
+        (signal.SIGKILL, "was ended by SIGKILL: the usual cause is the kernel, because memory "
+         "ran out. Use fewer --dataset.num_workers (now 1), or a smaller "
+         "--dataset.prefetch_factor or "),
+        (signal.SIGBUS, "was ended by SIGBUS: the usual cause is a full shared memory"),
         (signal.SIGABRT, "was ended by SIGABRT: --dataset.num_workers 0 reads in the training"),
         (lambda: os._exit(3), "left with 3: --dataset.num_workers 0 reads in the training process"),
     ],

@@ -161,13 +161,13 @@ class Ranks:
         if isinstance(error, ValueError) or not _is_running():
             return RankLost.of(
                 "process group",
-                "was destroyed while ranks were at work on a checkpoint.",
+                "was destroyed while the ranks worked on a checkpoint.",
                 "Call CheckpointSaver.wait or close before destroy_process_group.",
             )
         if waited_s < 0.9 * self.deadline_s:
             return RankLost.of(
                 f"rank {self.rank}",
-                "has lost another rank, which ended while they were at work on a checkpoint.",
+                "has lost another rank. It ended while the ranks worked on a checkpoint.",
                 "The error of that rank says why.",
             )
         return RankLost.of(
@@ -252,11 +252,11 @@ def _not_all_here(call: str, error: RuntimeError, waited_s: float) -> Checkpoint
     absent = re.findall(r"Ranks? ([\d, ]+) failed to pass", str(error))
     who = f"ranks [{absent[-1].strip()}]" if absent else "another rank"
     if waited_s < 0.9 * ENTRY_S:
-        return CheckpointError.of(call, f"was left by {who}, gone while others were in it.")
+        return CheckpointError.of(call, f"was left by {who}, which ended while others were in it.")
     return CheckpointError.of(
         call,
         f"was not made by {who} within {ENTRY_S:g} s.",
-        "Every rank makes this call; it stands under no condition on the rank.",
+        "Every rank must make this call. Do not put it under a condition on the rank.",
     )
 
 

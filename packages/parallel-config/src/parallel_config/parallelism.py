@@ -62,13 +62,14 @@ class ParallelismConfig:
             if degree < 1 and degree != FILL:
                 yield Problem(
                     f"parallelism.{name}",
-                    f"= {degree}, but a degree is at least 1, or -1 for every rank left over.",
+                    f"= {degree}, but a degree is at least 1, or -1 for all remaining ranks.",
                     f"Use {option(f'parallelism.{name}', '-1 or a positive number')}.",
                 )
         if self.dp_replicate == FILL and self.dp_shard == FILL:
             yield Problem(
                 "parallelism.dp_replicate",
-                "= -1 and parallelism.dp_shard = -1, but only one degree can fill up.",
+                "= -1 and parallelism.dp_shard = -1, but only one degree can take the remaining "
+                "ranks.",
                 f"Give one of {option('parallelism.dp_replicate')} and "
                 f"{option('parallelism.dp_shard')} a number.",
             )

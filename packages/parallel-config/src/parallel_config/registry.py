@@ -58,8 +58,8 @@ class Registry(Generic[T]):
         elif ":" in name:
             if not trusted:
                 raise self._error(
-                    f"= {name!r} names a class by path. A config beside a checkpoint may come from "
-                    "anyone, so its code is not imported unasked.",
+                    f"= {name!r} names a class by path. A config beside a checkpoint may come "
+                    "from anyone. So its code is imported only if you ask for it.",
                     f"If you trust it, repeat it: --{self.section}.type {name}.",
                 )
             path = name

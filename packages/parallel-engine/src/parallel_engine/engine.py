@@ -320,7 +320,7 @@ class Engine:
         Ends with the loader, on all ranks at the same window: that of the rank whose loader ends
         first. Micro-batches that are left and do not fill a window are left out, which is said
         once. With `epochs` the loader is started again that often, and a window runs on over the
-        ends in between; None goes on for ever.
+        ends in between; None continues without end.
 
         Each pass has a number, which `set_epoch` of the loader and its samplers is told, where
         there is one. None counts on from the last pass over this loader, beginning at 0.
@@ -334,7 +334,7 @@ class Engine:
             ConfigError: a rank's loader yields nothing, or less than one window, or nothing any
                 more; or less than its length says. `epochs` or `first_epoch` is not such a number.
         """
-        require_count("epochs", epochs, least=1, none="None goes on for ever.")
+        require_count("epochs", epochs, least=1, none="None continues without end.")
         require_count("first_epoch", first_epoch, least=0, none="None counts on.")
         windows = Windows(
             loader,

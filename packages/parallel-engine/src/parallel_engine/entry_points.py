@@ -71,8 +71,8 @@ def undeclared_calls_explained(model: nn.Module) -> Iterator[None]:
             raise
         owner = type(model).__name__.removeprefix("FSDP")  # fully_shard renames the class
         raise RuntimeError(
-            f"{owner}'s sharded parameters were met outside its forward, by a method or by code "
-            "that takes them from the model, such as a penalty on weights: put that into a method. "
+            f"{owner}'s sharded parameters were used outside its forward, by a method or by other "
+            "code, such as a penalty on weights. Put this code into a method. "
             + _declare(owner, "<method>")
         ) from error
     except AttributeError as error:

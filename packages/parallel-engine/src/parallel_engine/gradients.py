@@ -62,8 +62,9 @@ def unused_parameters(model: nn.Module, *, allowed: bool) -> UnusedParametersErr
         return None
     shown = ", ".join(unused[:_MAX_LISTED]) + (" ..." if len(unused) > _MAX_LISTED else "")
     return UnusedParametersError(
-        f"{len(unused)} trainable parameters took no part in the loss of the last micro-batch: "
-        f"{shown}. Freeze them, or allow it with {option('ddp.find_unused_parameters')}."
+        f"{len(unused)} trainable parameters did not take part in the loss of the last "
+        f"micro-batch: {shown}. Freeze them, or allow it with "
+        f"{option('ddp.find_unused_parameters')}."
     )
 
 

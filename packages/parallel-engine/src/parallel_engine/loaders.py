@@ -122,8 +122,8 @@ def _prepared(
         raise ConfigError(
             Problem(
                 "loader",
-                f"is cut over the ranks already, by a {type(cut).__name__}: the engine would cut "
-                "its batches a second time.",
+                f"is already split over the ranks by a {type(cut).__name__}: the engine would "
+                "split its batches a second time.",
                 "Give the engine the plain loader.",
             )
         )

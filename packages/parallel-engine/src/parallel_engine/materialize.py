@@ -173,7 +173,7 @@ def require_filled(model: nn.Module) -> None:
             Problem(
                 "model",
                 f"was built on the meta device, which lost its buffers {_listed(computed)}; with "
-                "persistent=False they are in no checkpoint.",
+                "persistent=False checkpoints do not hold them.",
                 "Build the model under parallel_engine.parameters_on_meta(), or give their "
                 "module a method reset_buffers() that computes them.",
             )

@@ -77,8 +77,8 @@ def order_of_building(optimizer: Optimizer | None, scheduler: object) -> Iterato
     elif any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
         yield Problem(
             "optimizer",
-            f"is a {type(optimizer).__name__} of parameters on the meta device, which become "
-            "others when they get memory.",
+            f"is a {type(optimizer).__name__} of parameters on the meta device, which are "
+            "replaced when they get memory.",
             "Give a function that builds it: lambda model: AdamW(model.parameters()).",
         )
 
@@ -89,8 +89,8 @@ def _takes_no_metric(scheduler: object) -> None:
         raise ConfigError(
             Problem(
                 "scheduler",
-                "is a ReduceLROnPlateau, which wants a metric at each step; the engine steps "
-                "schedulers after every update, without one.",
+                "is a ReduceLROnPlateau, which needs a metric at each step. The engine steps "
+                "schedulers after every update, without a metric.",
                 "Give None, and call scheduler.step(metric) after an evaluation.",
             )
         )
@@ -142,7 +142,8 @@ def step_mixed_groups_one_by_one(optimizer: Optimizer) -> None:
         log.info(
             "optimizer.param_groups[%s] hold sharded and whole parameters (0-dim ones, or those of "
             "fsdp.ignored_modules), so they are updated one by one: foreach and fused are off. "
-            "Give the whole ones a group of their own to keep them on", ", ".join(told),
+            "Put the whole ones into a separate group to keep foreach and fused on",
+            ", ".join(told),
         )  # fmt: skip
 
 

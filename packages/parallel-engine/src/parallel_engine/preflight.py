@@ -246,9 +246,9 @@ def _memory_problems(model: nn.Module) -> Iterator[Problem]:
         if other != name:
             yield Problem(
                 f"model.{name}",
-                f"lies at the same address as {other}: sharded they would be two, and the "
-                "optimizer would lose one.",
-                "Give it memory of its own (nn.Parameter(x.clone())), make both the same "
+                f"lies at the same address as {other}: sharding would make two parameters of "
+                "them, and the optimizer would lose one.",
+                "Give it its own memory (nn.Parameter(x.clone())), make both the same "
                 "nn.Parameter, or freeze it.",
             )
 

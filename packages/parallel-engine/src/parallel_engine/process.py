@@ -61,7 +61,7 @@ def _require_device_of_its_own(facts: LaunchFacts, count: int) -> None:
         Problem(
             "LOCAL_RANK",
             f"= {facts.local_rank}, but this process sees {count} CUDA devices.",
-            "Start one rank per device, and let it see all devices of the node or its own alone "
+            "Start one rank per device, and let it see all devices of the node or only its own "
             "(Slurm: --gpus-per-node or --gpus-per-task=1). PARALLEL_DEVICE=cpu runs without.",
         )
     )
@@ -197,7 +197,7 @@ def _require_backends(*device_types: str) -> None:
                 "process group",
                 f"has the backends {found}, but a backend for {' and '.join(sorted(missing))} is "
                 "missing; the ranks agree with one another on the CPU.",
-                "Start it with init_process_group('cpu:gloo,cuda:nccl'), or leave it to Engine.",
+                "Start it with init_process_group('cpu:gloo,cuda:nccl'), or let Engine start it.",
             )
         )
 

@@ -107,7 +107,7 @@ def _explain(pairs: list[list[tuple[str, str]]]) -> str | None:
                 return (
                     f"wrap units ran in a different order: at place {place} rank 0 ran {first!r}, "
                     f"rank {rank} {found!r}. Under sharding each would compute with the other's "
-                    "shards, so the update was left out. Let every rank run the same units in the "
+                    "shards, so the update was skipped. Let every rank run the same units in the "
                     "same order: a choice must not depend on a rank's own data or random numbers."
                 )
     return None

@@ -297,8 +297,8 @@ class Update:
         """Collective: every rank, the first time, of a model that had no values."""
         if self._is_torn:
             raise RuntimeError(
-                "a backward pass broke off: some ranks have reduced gradients that others have "
-                "not. Build model and Engine anew, or resume from a checkpoint"
+                "a backward pass broke off: some ranks have reduced gradients that other ranks do "
+                "not have. Build model and Engine anew, or resume from a checkpoint"
             )
         if self._values_missing:
             require_filled(unwrap(self._model))

@@ -190,7 +190,7 @@ class Windows(Generic[Batch]):
                     f"yields {least} micro-batches {where}, but one update takes {self.steps} "
                     f"({_ACCUMULATION}).",
                     f"Use {fewer}, more data, or "
-                    "accumulate(loader, epochs=None), which runs on over the end of the data.",
+                    "accumulate(loader, epochs=None), which continues past the end of the data.",
                 )
             )
         )

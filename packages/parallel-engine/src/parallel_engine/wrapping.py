@@ -132,8 +132,8 @@ def _declared(model: nn.Module) -> WrapPolicy:
         raise ConfigError(
             Problem(
                 "accelerator.fsdp.wrap_modules",
-                f"= None, and {owner} declares no _fsdp_wrap_modules: nothing below the root "
-                "would be sharded, which saves no memory.",
+                f"= None, and {owner} does not declare _fsdp_wrap_modules: only the root would be "
+                "sharded, which does not save memory.",
                 f"Use {option('fsdp.wrap_modules')} with one of: {_class_list(model)}.",
             )
         )
@@ -148,8 +148,8 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
             raise ConfigError(
                 Problem(
                     policy.source,
-                    f"= {policy.min_num_params} matches no module; the largest below the root "
-                    f"has {largest} parameters.",
+                    f"= {policy.min_num_params} does not match any module; the largest below the "
+                    f"root has {largest} parameters.",
                     f"Use {option('fsdp.min_num_params', f'{largest} or less')}.",
                 )
             )
@@ -181,7 +181,7 @@ def _check(model: nn.Module, policy: WrapPolicy) -> None:
                 Problem(
                     policy.source,
                     f"= {list(policy.class_names)}, but {name} is a {type(module).__name__}, a "
-                    "container without a forward around which its parts could be gathered.",
+                    "container without a forward, so FSDP2 cannot gather its parts.",
                     "Name the class of the modules in it.",
                 )
             )

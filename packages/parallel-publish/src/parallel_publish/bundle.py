@@ -67,7 +67,8 @@ def write_files(
         processor.save_pretrained(folder)
     if _weight_stamps(folder) != before:
         raise ConfigError.of(
-            folder, "had its weights replaced by a processor; use file names of its own."
+            folder,
+            "had its weights overwritten by a processor. The processor must use other file names.",
         )
 
 
@@ -165,7 +166,7 @@ def bundle_files(folder: Path) -> dict[str, Path]:
     found = {name: folder / name for name in sorted(names) if (folder / name).is_file()}
     root = folder.resolve()
     problems += [
-        Problem(str(path), "is a link out of the folder.", "Copy the file there.")
+        Problem(str(path), "is a link that leads out of the folder.", "Copy the file there.")
         for path in found.values()
         # The client would follow the link and publish a file that was never meant.
         if not path.resolve().is_relative_to(root)
@@ -214,7 +215,7 @@ def remove_bundle(folder: Path, on_note: Callable[[str], None]) -> None:
         folder.rmdir()
     except OSError:
         others = ", ".join(sorted(entry.name for entry in folder.iterdir()))
-        on_note(f"{folder} stays, for what was put there: {others}")
+        on_note(f"{folder} is kept, because it holds other files: {others}")
 
 
 def bundle_problems(folder: Path) -> Iterator[Problem]:

@@ -49,7 +49,10 @@ def merge_cards(ours: str, theirs: str) -> Merged:
     else:
         body = "\n\n".join(part for part in (their_body.strip("\n"), section) if part) + "\n"
         if their_body.strip():
-            said.append("does not have our marks once: all of it stays, and our part is put below")
+            said.append(
+                "does not have our marks exactly once: its text is kept, and our part is "
+                "added below"
+            )
     return Merged(f"---\n{head}---\n{body}" if head else body, tuple(said))
 
 

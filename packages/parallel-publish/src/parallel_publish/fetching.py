@@ -79,7 +79,7 @@ def fetch_checkpoint(target: Target, run_dir: str | Path, *, step: int | None = 
     # It may be a checkpoint of another run; a fetch never replaces what is there.
     if final.path.exists():
         raise PublishError.of(
-            final.path, "is there already, and differs from what it should be.", "Move it away."
+            final.path, "exists already, but is not an intact checkpoint.", "Move it away."
         )
     # In the same folder as the checkpoint, so that the rename at the end is atomic. The name is
     # that of a save under way: if this process dies, the next start removes it.
@@ -153,7 +153,7 @@ def _wait_for(store: Any, key: str, limit_s: float) -> None:
             time.sleep(POLL_S)
     # Under our launcher rank 0 holds the store, so the connection breaks when it ends.
     except RuntimeError as error:
-        raise PublishError.of("rank 0", "is gone, while the others waited for it.") from error
+        raise PublishError.of("rank 0", "ended while the others waited for it.") from error
 
 
 def _same(value: T) -> T:

@@ -304,8 +304,8 @@ def _read_card(card: Path, config: PublishConfig, on_note: Callable[[str], None]
     lacks = [value for value in asked if value is not None and value not in head]
     if lacks:
         on_note(
-            f"{card} is sent as it is, without {', '.join(lacks)}; to have a new one written, "
-            "move it away"
+            f"{card} is sent as it is, without {', '.join(lacks)}; move it away, and a new one is "
+            "written"
         )
     return text
 

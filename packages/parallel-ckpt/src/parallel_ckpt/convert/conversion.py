@@ -183,7 +183,7 @@ def _target_problems(source: ConversionSource, target: Path, delete_dcp: bool) -
     if delete_dcp and source.step is not None:
         yield Problem(
             "delete_dcp",
-            f"with --output would leave {source.step.path} without what its manifest promises.",
+            f"with --output would leave {source.step.path} without files that its manifest lists.",
             "Leave out --output, or delete the checkpoint as a whole.",
         )
     if target.is_relative_to(source.folder) or (
@@ -206,7 +206,8 @@ def _in_place_problems(
         size = sum(file.size_bytes for file in files)
         yield Problem(
             "max_shard_size",
-            f"makes {len(files)} files, which cannot appear beside the shards in one move.",
+            f"makes {len(files)} files. Several files cannot be added to the checkpoint "
+            "atomically.",
             f"Give --output, or --max_shard_size {-(-size // 10**9)}GB.",
         )
 

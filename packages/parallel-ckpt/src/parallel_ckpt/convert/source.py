@@ -212,7 +212,7 @@ def _select_weights(stored: DcpFolder) -> dict[str, str]:
         what = "optimizer state" if set(roots) & set(_OPTIMIZER_ROOTS) else f"{roots[:5]}"
         raise CheckpointError.of(
             stored.folder,
-            f"holds {what}, not weights: they are looked for under 'model' or by plain names.",
+            f"holds {what}, not weights: weights must lie under 'model' or have plain names.",
             "Give the folder of the model (accelerate: pytorch_model_fsdp_0).",
         )
     # A model that was saved inside of DDP has this part in every name, and only then it goes.
@@ -239,7 +239,9 @@ def _require_inside(files: Iterable[Path], folder: Path) -> None:
     for path in files:
         if not path.resolve().is_relative_to(folder.resolve()):
             raise DamagedCheckpoint.of(
-                path, "is a link out of its folder.", "Copy the folder with links followed."
+                path,
+                "is a link that leads out of its folder.",
+                "Copy the folder with links followed.",
             )
         if path.exists() and not path.is_file():
             raise DamagedCheckpoint.of(path, "is not a regular file.")

@@ -189,7 +189,7 @@ class _Machine:
             )
         if not self._is_allowed(module, name):
             raise MalformedPickle(
-                f"names {shown(f'{module}.{name}')[1:-1]}, which no checkpoint needs"
+                f"names {shown(f'{module}.{name}')[1:-1]}, which checkpoints do not need"
             )
         self._stack.append(Global(module, name))
 

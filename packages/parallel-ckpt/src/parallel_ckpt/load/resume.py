@@ -223,7 +223,7 @@ def _change_of_class(manifest: Manifest, optimizer: Optimizer, allowed: bool) ->
     own = class_of(optimizer)
     stored = None if manifest.optimizer is None else manifest.optimizer.class_name
     if not manifest.names_optimizer:
-        return f"optimizer: the state of {own} starts anew, as asked for." if allowed else None
+        return f"optimizer: the state of {own} starts anew, as requested." if allowed else None
     if stored is None or is_same_class(stored, own):
         return None
     if allowed:

@@ -61,7 +61,8 @@ def require_same(found: Sequence[Digests], snapshot: Snapshot, ranks: Ranks) -> 
     raise CheckpointError.of(
         ", ".join(differing),
         f"of ranks {odd} differs from that of rank 0, and a checkpoint holds it once.",
-        "Give the same value on every rank; gather what is per rank into one value first.",
+        "Give the same value on every rank. If each rank has its own value, gather them into one "
+        "value first.",
     )
 
 

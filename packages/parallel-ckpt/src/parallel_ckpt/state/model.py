@@ -160,7 +160,9 @@ def drop_gradients(model: nn.Module) -> list[str]:
             held, parameter.grad = held + 1, None
     if not held:
         return []
-    return [f"gradients of {held} parameters are dropped: they were not of the restored weights."]
+    return [
+        f"gradients of {held} parameters are dropped: they do not belong to the restored weights."
+    ]
 
 
 def _drop_unsharded(module: nn.Module) -> int:

@@ -33,7 +33,7 @@ def _problems(name: str, shard: Shard) -> Iterator[Problem]:
         return
     dtype = str(shard.local.dtype).removeprefix("torch.")
     if dtype not in TORCH_ITEM_BYTES:
-        yield Problem(name, f"has dtype {dtype}, which no checkpoint can hold.", "Cast it.")
+        yield Problem(name, f"has dtype {dtype}, which checkpoints cannot hold.", "Cast it.")
     if not is_shape(shard.shape):
         yield Problem(
             name,

@@ -25,7 +25,7 @@ def file_problems(
         path = folder.path / record.path
         problem = _problem(folder, record, verify)
         if problem is None and not path.resolve().is_relative_to(root):
-            problem = "is a link out of the checkpoint."
+            problem = "is a link that leads out of the checkpoint."
         if problem is not None:
             yield Problem(str(path), problem)
 

@@ -168,6 +168,6 @@ def _place_copied_last(run: RunFolder) -> str:
     except CheckpointError:
         pass
     return (
-        f"{run.last}: is a folder, not a link, and holds what no step folder holds. Saves do not "
-        "update it. Move it away."
+        f"{run.last}: is a folder, not a link, and holds files that do not belong to a step "
+        "folder. Saves do not update it. Move it away."
     )

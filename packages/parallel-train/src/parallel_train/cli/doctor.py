@@ -252,7 +252,8 @@ def _environment() -> Iterator[Finding]:
     names = ", ".join(accelerate_variables())
     if environment_wins():
         text = (
-            f"it wins over the config, PARALLEL_ALLOW_ACCELERATE_ENV is set: {names or 'nothing'}"
+            "overrides the config, because PARALLEL_ALLOW_ACCELERATE_ENV is set: "
+            f"{names or 'nothing'}"
         )
         yield Finding("accelerate", "note", text)
     else:
@@ -260,7 +261,11 @@ def _environment() -> Iterator[Finding]:
     left = launch_variables()
     if left:
         shown = ", ".join(f"{name} = {value!r}" for name, value in left.items())
-        yield Finding("launch", "note", f"left of a launcher, unset them outside of one: {shown}")
+        yield Finding(
+            "launch",
+            "note",
+            f"left over from a launcher; unset them outside of a launcher: {shown}",
+        )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # -1 means no limit.
     few = 0 <= files < ENOUGH_FILES

@@ -187,7 +187,7 @@ def _truth(name: str, value: str | None) -> bool:
     raise ConfigError(
         Problem(
             f"--{name}",
-            f"= {value!r}, but a boolean takes no value, or true or false.",
+            f"= {value!r}, but a boolean takes true, false or no value.",
             f"Use --{name} or {_boolean(name, False)}.",
         )
     )

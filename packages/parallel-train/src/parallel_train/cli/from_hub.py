@@ -76,7 +76,10 @@ def fetched(argv: Sequence[str]) -> list[str]:
         leave(WRONG_INPUT, together=False)
     flags = _flags(checkpoint, source)
     if NO_WANDB in flags and facts.is_main and not argv_flags.is_given(argv, "logging.wandb"):
-        print("not logged to Weights & Biases here, as it was there: add --logging.wandb to do so")
+        print(
+            "the run was logged to Weights & Biases, but is not logged here: add "
+            "--logging.wandb to do so"
+        )
     # The user's flags come last, so they win over those that turn things off.
     rest = without_flags(argv[1:], ("from_hub",))
     return [argv[0], str(checkpoint), *flags, *rest]

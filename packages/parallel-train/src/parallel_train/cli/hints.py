@@ -103,7 +103,7 @@ def stray_words(argv: Sequence[str], flags: Mapping[str, int], allowed: int) -> 
         words.remove(token)
         before = argv_flags.name_of(argv[index - 1]) if index else None
         if before is not None and flags.get(before) in argv_flags.BOOLEANS:
-            message = f"= {token!r}, but a boolean takes no value, or true or false."
+            message = f"= {token!r}, but a boolean takes true, false or no value."
             yield Problem(f"--{before}", message, f"Use --{before} or --{before} false.")
         else:
             yield Problem(token, "does not belong to any flag.", "Names of flags begin with --.")

@@ -32,9 +32,9 @@ PEERS_S = 30.0
 POLL_S = 0.05
 HOST = "127.0.0.1"
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: " If nobody sent it, the kernel did, for want of memory: see `dmesg`, and use "
-    "a smaller --batch_size or fewer --dataset.num_workers.",
-    signal.SIGBUS: " This is mostly a shared memory (/dev/shm) that is full.",
+    signal.SIGKILL: " If you did not send it, the kernel did, because memory ran out: see `dmesg`, "
+    "and use a smaller --batch_size or fewer --dataset.num_workers.",
+    signal.SIGBUS: " The usual cause: the shared memory (/dev/shm) is full.",
     signal.SIGSEGV: " A library crashed: PYTHONFAULTHANDLER=1 shows where.",
 }
 
@@ -106,7 +106,7 @@ def launch(argv: Sequence[str], *, nproc_per_node: int, grace_s: float) -> int:
             worker.kill()
 
     stop = StopRequest(
-        announce="saving, then leaving; send it again to stop at once", on_second=at_once
+        announce="saving, then exiting; send it again to stop at once", on_second=at_once
     )
     with stop:
         try:

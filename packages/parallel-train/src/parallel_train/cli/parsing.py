@@ -160,7 +160,7 @@ def _default(name: str, words: list[str]) -> tuple[Any, tuple[str, ...], SavedRu
             raise ConfigError(
                 Problem(
                     "path",
-                    "is missing: what is to be resumed?",
+                    "is missing: name the run to resume.",
                     "Use `ptrain resume RUN`, or `ptrain resume --from_hub user/run`.",
                 )
             )

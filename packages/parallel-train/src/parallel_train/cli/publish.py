@@ -19,7 +19,7 @@ from parallel_train.run.signals import StopRequest
 if TYPE_CHECKING:
     from parallel_publish import CardInfo, PublishConfig
 
-ANNOUNCEMENT = "leaving as soon as that harms nothing; send it again to stop at once"
+ANNOUNCEMENT = "exiting as soon as this is safe; send it again to stop at once"
 E = TypeVar("E", bound=ReportedError)
 
 

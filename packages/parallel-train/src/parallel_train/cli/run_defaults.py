@@ -35,7 +35,8 @@ def with_run_defaults(
     shown = ", ".join(f"{path} {_show(value)}" for path, value in wanted.items())
     preset = getattr(config.policy, "preset", None)
     of = f" {preset}" if preset else ""
-    line = f"defaults of {POLICIES.name_of(config.policy)}{of}: {shown} (flags and files win)"
+    name = POLICIES.name_of(config.policy)
+    line = f"defaults of {name}{of}: {shown} (flags and files override them)"
     return dataclasses.replace(config, **changes), (line,)  # type: ignore[arg-type]
 
 

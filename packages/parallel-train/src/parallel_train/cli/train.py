@@ -32,7 +32,7 @@ from parallel_train.run.signals import StopRequest, stop_without_launcher
 if TYPE_CHECKING:
     from parallel_train.train import Outcome
 
-ANNOUNCEMENT = "saving at the end of this update, then leaving; send it again to stop at once"
+ANNOUNCEMENT = "saving at the end of this update, then exiting; send it again to stop at once"
 
 
 def run(parsed: Parsed) -> int:
@@ -108,7 +108,7 @@ def _launch(parsed: Parsed, facts: LaunchFacts, nproc: int) -> int:
         return _refuse(
             "--nproc_per_node",
             f"= {nproc}, but RANK = {facts.rank} is set: a launcher has started this process.",
-            "Leave the flag out under torchrun or srun; a RANK left over from them must be unset.",
+            "Leave the flag out under torchrun or srun; unset a RANK that is left over from them.",
         )
     grace_s = parsed.command.launch.grace_s
     if not 0 <= grace_s < float("inf"):

@@ -53,7 +53,7 @@ def read_column(
             metadata.root,
             f"{file}: {name} holds values of Arrow type {kind}, but meta/info.json declares "
             f"{feature.dtype}: a number, or lists of numbers.",
-            "Write the column as numbers or lists of them, or mend meta/info.json.",
+            "Write the column as numbers or lists of them, or correct meta/info.json.",
         )
     shape = stored_shape(name, feature)
     width = int(np.prod(shape, dtype=np.int64))
@@ -63,7 +63,7 @@ def read_column(
             metadata.root,
             f"feature {name!r} is declared with shape {list(feature.shape)}, but {file} holds "
             f"{' or '.join(str(w) for w in sorted(widths)[:5])} values per frame.",
-            "Mend meta/info.json, or record again.",
+            "Correct meta/info.json, or record again.",
         )
     cast: Column = values.astype(DTYPES[feature.dtype], copy=False)
     # 0.7 that is declared int64 would become 0.
@@ -74,7 +74,7 @@ def read_column(
                 metadata.root,
                 f"{file}: {name} holds {values[changed[0]]}, but meta/info.json declares "
                 f"{feature.dtype}.",
-                "Mend the dtype in meta/info.json.",
+                "Correct the dtype in meta/info.json.",
             )
     return cast.reshape(table.num_rows, *shape)
 

@@ -165,7 +165,7 @@ def check_values(
                 f"{name}[{entry}] is {values[bad[0], entry]} in episode "
                 f"{columns['episode_index'][row]}, frame {columns['frame_index'][row]} "
                 f"({bad.size} such frames, in episodes {episodes[:10]}).",
-                "Mend the frames, or leave these episodes out: --dataset.episodes with the "
+                "Correct the frames, or leave these episodes out: --dataset.episodes with the "
                 "others and --dataset.stats data.",
             )
 
@@ -189,7 +189,7 @@ def check_timestamps(metadata: Metadata, loaded: Loaded, *, tolerance_s: float) 
             f"frame {columns['frame_index'][row]} of episode {columns['episode_index'][row]} is at "
             f"{columns['timestamp'][row]:.6f} s, but at {metadata.spec.fps:g} fps it belongs at "
             f"{expected[row]:.6f} s ({far.size} such frames).",
-            "Mend fps in meta/info.json, or allow more with --dataset.tolerance_s, below half a "
+            "Correct fps in meta/info.json, or allow more with --dataset.tolerance_s, below half a "
             f"frame ({0.5 / metadata.spec.fps:g} s).",
         )
 

@@ -179,7 +179,7 @@ def _read_info(root: Path) -> dict[str, Any]:
         raise folder_error(
             root,
             f"meta/info.json has fps = {fps!r}, but a frame rate is a positive number.",
-            "Mend the file: the rate at which the frames were recorded.",
+            "Correct this value: it is the rate at which the frames were recorded.",
         )
     return info
 

@@ -67,7 +67,7 @@ def examine(root: Path) -> Examination:
     loaded = _tried(problems, lambda: frames.read_frames(metadata, None, lambda name: False))
     if loaded is not None:
         for name, why in loaded.left_out.items():
-            way = f"Mend the column, or train with a policy that does not read {name}."
+            way = f"Correct the column, or train with a policy that does not read {name}."
             problems.append(Problem("dataset.root", f"= {str(root)!r}: {why}", way))
         _examine_numbers(problems, metadata, loaded)
     everything = np.arange(metadata.num_frames)

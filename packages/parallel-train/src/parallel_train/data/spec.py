@@ -75,7 +75,7 @@ class DataSpec:
                 "dataset.root",
                 f": feature {name!r} {found}, but the policy needs a float vector of that name.",
                 f"The dataset has: {', '.join(sorted(self.features))}. "
-                f"One of another name is read with --dataset.rename OLD={name}.",
+                f"To read one with another name, use --dataset.rename OLD={name}.",
             )
         )
 

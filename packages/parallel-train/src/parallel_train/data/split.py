@@ -50,7 +50,7 @@ class EvalConfig:
             )
         if self.episodes is not None and not self.episodes:
             yield Problem(
-                "eval.episodes", "= [] does not hold any episode out.", "Use --eval.episodes None."
+                "eval.episodes", "= [] does not hold out any episode.", "Use --eval.episodes None."
             )
         for name in ("freq", "max_samples"):
             value = getattr(self, name)

@@ -15,11 +15,12 @@ REAPED_S = 1.0
 """A process closes its connections a moment before it counts as ended."""
 WAYS = {
     signal.SIGKILL: (
-        "this is mostly the kernel, for want of memory. Use fewer --dataset.num_workers (now "
+        "the usual cause is the kernel, because memory ran out. Use fewer "
+        "--dataset.num_workers (now "
         "{workers}), or a smaller --dataset.prefetch_factor or --batch_size"
     ),
     signal.SIGBUS: (
-        "this is mostly a shared memory (/dev/shm) that is full. Make it larger (docker: "
+        "the usual cause is a full shared memory (/dev/shm). Make it larger (docker: "
         "--shm-size), or use --dataset.num_workers 0"
     ),
 }

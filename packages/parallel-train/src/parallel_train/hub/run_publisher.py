@@ -133,7 +133,7 @@ class RunPublisher:
         return not self._failures
 
     def _send(self, staged: Staged, stop: Stop) -> None:
-        print(f"publishing; should this be cut short: {staged.retry}", flush=True)
+        print(f"publishing; if this is interrupted, run: {staged.retry}", flush=True)
         result = staged.send(stop=stop)
         if result.ok:
             # Only now: a bundle that was not sent is what the retry sends.

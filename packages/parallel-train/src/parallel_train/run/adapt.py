@@ -134,7 +134,7 @@ def _meaning(path: str, saved: TrainConfig, now: TrainConfig) -> str:
     if now.optimizer.type == "sgd":
         same_momentum = saved.optimizer.betas[0] == now.optimizer.betas[0]
         if path == "optimizer.eps" or (path == "optimizer.betas" and same_momentum):
-            text = "without effect: sgd reads of these only the first of betas, its momentum"
+            text = "without effect: sgd reads only the first of betas, as its momentum"
     return f" ({text})"
 
 

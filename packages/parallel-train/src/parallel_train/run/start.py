@@ -90,9 +90,9 @@ def decide_job(job: Job, *, world_size: int) -> DecidedJob:
 
 def _nothing_intact(files: RunFiles, notes: list[str]) -> ConfigError:
     """Damage everywhere does not mean a fresh start, which would write over what can be mended."""
-    remedy = "Use --resume auto to start afresh in that case."
+    remedy = "Use --resume auto to start a new run in that case."
     if notes:
-        remedy = "\n".join(["Mend these, or move them away to start afresh.", *notes])
+        remedy = "\n".join(["Repair these, or move them away to start a new run.", *notes])
     return ConfigError(
         Problem(
             "output_dir",
@@ -149,8 +149,8 @@ def _locate(job: Job) -> tuple[RunFiles, Path | None]:
         raise ConfigError(
             Problem(
                 "output_dir",
-                f"= None with --resume {job.resume}: such a run gets a new folder each time it "
-                "starts, and would never find itself again.",
+                f"= None with --resume {job.resume}: such a run gets a new folder at each start, "
+                "and would never find its checkpoints again.",
                 "Use --output_dir.",
             )
         )
@@ -184,8 +184,8 @@ def _require_own_folder(job: Job, files: RunFiles) -> None:
         raise ConfigError(
             Problem(
                 "output_dir",
-                f"= {other!r}, but a run goes on in its own folder, {str(files.path)!r}.",
-                "Leave it out. To go on elsewhere, copy the run's folder and resume the copy.",
+                f"= {other!r}, but a run continues in its own folder, {str(files.path)!r}.",
+                "Leave it out. To continue elsewhere, copy the run's folder and resume the copy.",
             )
         )
 

@@ -167,7 +167,7 @@ def _first_values(model: nn.Module) -> None:
     try:
         initialize(model)
     except RuntimeError as error:
-        way = "Mend the module's reset_parameters(), or use --no-meta_init."
+        way = "Correct the module's reset_parameters(), or use --no-meta_init."
         raise _without_values(
             f"drawing the values of {name} fails: {_first_line(error)}.", way
         ) from error
@@ -201,7 +201,7 @@ def never_trained(config: TrainConfig, dataset: LeRobotDataset) -> str | None:
         return None
     return (
         f"the policy predicts {asked:,} actions, but the longest episode has {longest:,} frames: "
-        f"what comes after {longest:,} is computed and never trained"
+        f"what comes after {longest:,} is computed, but never trained"
     )
 
 
