@@ -45,7 +45,7 @@ class FSDPConfig:
     """Knobs of FSDP2; in force when dp_shard is above 1."""
 
     wrap_modules: tuple[str, ...] | None = None
-    """Class names of the modules that become wrap units (separated by spaces). None asks the
+    """Class names of the modules that become wrap units (separated by spaces). None uses the
     model's `_fsdp_wrap_modules`."""
     min_num_params: int | None = None
     """Instead of class names: every module of at least this many parameters becomes a wrap
@@ -104,7 +104,7 @@ class DDPConfig:
     """Knobs of DistributedDataParallel; in force when only dp_replicate is above 1."""
 
     find_unused_parameters: bool = False
-    """Allow parameters that take no part in a step's loss; costs a walk of the graph each step."""
+    """Allow parameters without a part in a step's loss; DDP then walks the graph at each step."""
     static_graph: bool = False
     """Promise that the same parameters are used in every step, which enables optimisations."""
     bucket_cap_mb: int = 25

@@ -125,7 +125,7 @@ class EMAConfig:
     """An exponential moving average of the weights, which is what is evaluated and published."""
 
     decay: float | None = None
-    """Share of the old average that an update keeps, such as 0.999; None keeps no average."""
+    """Share of the old average that an update keeps, such as 0.999; None: without an average."""
     warmup: bool = True
     """Keep at most (1 + n) / (10 + n) at the n-th update, so that the average soon forgets the
     first weights."""

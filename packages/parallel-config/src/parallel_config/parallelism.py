@@ -18,9 +18,9 @@ class ContextParallelConfig:
     """Degrees of context parallelism. Reserved: only 1 is accepted in this version."""
 
     ring_degree: int = 1
-    """Ranks that one sequence is cut over by ring attention. Reserved, must be 1."""
+    """Ranks over which ring attention splits one sequence. Reserved, must be 1."""
     ulysses_degree: int = 1
-    """Ranks that attention heads are cut over by all-to-all. Reserved, must be 1."""
+    """Ranks over which all-to-all splits the attention heads. Reserved, must be 1."""
 
     def __post_init__(self) -> None:
         report(
@@ -48,7 +48,7 @@ class ParallelismConfig:
     dp_replicate: int = 1
     """Full copies of the weights. -1 takes every rank that dp_shard leaves."""
     dp_shard: int = 1
-    """Ranks that one copy of the weights is cut over. -1 takes every rank that dp_replicate
+    """Ranks over which one copy of the weights is split. -1 takes every rank that dp_replicate
     leaves."""
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     """Reserved degrees of context parallelism."""

@@ -28,7 +28,7 @@ class Topology:
     dp_replicate: int = 1
     """Full copies of the weights."""
     dp_shard: int = 1
-    """Ranks that one copy of the weights is cut over."""
+    """Ranks over which one copy of the weights is split."""
 
     def __post_init__(self) -> None:
         # A ValueError and not a ConfigError: these degrees come from code. Those of a user are

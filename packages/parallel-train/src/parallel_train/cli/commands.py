@@ -38,7 +38,7 @@ class TrainCommand:
     run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
     policy_type: PolicyType = "act"
     config: Annotated[str | None, arg(metavar="FILE")] = None
-    """Read the config from a .json or .toml file; flags go over it."""
+    """Read the config from a .json or .toml file; flags override it."""
     print_config: bool = False
     """Print the resulting config as JSON and stop."""
     resume: ResumeMode = "never"
@@ -79,7 +79,7 @@ class PlanCommand:
     run: Annotated[TrainConfig, arg(name="")] = field(default_factory=TrainConfig)
     policy_type: PolicyType = "act"
     config: Annotated[str | None, arg(metavar="FILE")] = None
-    """Read the config from a .json or .toml file; flags go over it."""
+    """Read the config from a .json or .toml file; flags override it."""
     world_size: int = 1
     """Number of ranks to plan for."""
     json: bool = False
