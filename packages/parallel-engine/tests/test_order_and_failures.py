@@ -203,7 +203,7 @@ def dies_on_rank_1(where):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 def test_every_rank_that_is_left_names_the_killed_one(where):
-    """Four ranks: rank 3 may hear of it only when rank 0 ends, and the store with it."""
+    """Four ranks: rank 3 may learn it only when rank 0 ends, and the store with it."""
     ranks = 4 if where == "backward" else 2
     killed = rank_outcomes(dies_on_rank_1, ranks, where, init=False)
     assert [o.exit_code for o in killed] == [1, -signal.SIGKILL, 1, 1][:ranks]

@@ -402,7 +402,7 @@ PACKAGES = [
 
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.stem)
 def test_no_message_spells_a_flag_itself(path):
-    """Whoever uses the engine alone does not have flags: `option` names the field beside it."""
+    """A program of its own does not have flags: `option` names the field beside the flag."""
     strings = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
     spelled = [s.value for s in strings if isinstance(s.value, str) and "--" in s.value]
     # Flags of launchers, which do not have a field.

@@ -1,4 +1,4 @@
-"""Defaults of a run that follow its policy: taken only where nobody has said otherwise."""
+"""Defaults of a run that follow its policy: used only where no flag and no file sets the option."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def examine(root: Path) -> Examination:
     if metadata is None:
         return Examination((), tuple(problems))
     facts = [*_described(metadata)]
-    # Columns that nobody reads are left out with a reason: so a damaged one is found beside others.
+    # A column that is not read is left out with a reason. So a damaged one is still found.
     loaded = _tried(problems, lambda: frames.read_frames(metadata, None, lambda name: False))
     if loaded is not None:
         for name, why in loaded.left_out.items():

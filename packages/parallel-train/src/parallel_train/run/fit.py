@@ -8,7 +8,7 @@ from parallel_train.config import TrainConfig
 
 
 def misfits(config: TrainConfig) -> list[str]:
-    """A line for each setting that has no effect, or another than it seems, in this many updates.
+    """A line for each setting that does not do what it says within this number of updates.
 
     They are not errors: a short trial of a long run's config is what people do.
     """
