@@ -528,8 +528,9 @@ def test_a_relative_root_is_saved_as_an_absolute_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert DatasetConfig(root="ds").root == str(tmp_path / "ds")
+    assert DatasetConfig(root="ds").rooted().root == str(tmp_path / "ds")
     assert DatasetConfig(root="~/ds").root == str(Path.home() / "ds")
+    assert DatasetConfig().rooted() == DatasetConfig()
 
 
 def test_a_fingerprint_tells_data_apart_that_are_equal_in_size(state: Path, video: Path) -> None:

@@ -151,7 +151,8 @@ def test_a_dataset_that_one_node_lacks_is_an_error_on_every_rank(tmp_path: Path)
     (tmp_path / "0/dataset").symlink_to(EMBEDDED_ROOT)
     for outcome in rank_outcomes(train_on_two_nodes, 2, tmp_path, init=False):
         assert outcome.error_type == "ConfigError"
-        assert "dataset.root = 'dataset': this folder does not exist" in outcome.error
+        missing = f"dataset.root = '{tmp_path}/1/dataset': this folder does not exist"
+        assert missing in outcome.error
 
 
 def train_although_a_sink_is_full(folder: Path) -> list[str]:

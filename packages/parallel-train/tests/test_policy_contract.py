@@ -179,5 +179,5 @@ def test_a_constructor_that_takes_something_else_is_refused() -> None:
 
 def test_without_wrap_units_a_sharded_run_is_refused() -> None:
     model = build_policy(named("Strange"), SPEC)
-    with pytest.raises(ConfigError, match=r"Strange declares no _fsdp_wrap_modules.*Linear"):
+    with pytest.raises(ConfigError, match=r"Strange does not declare _fsdp_wrap_modules.*Linear"):
         resolve_wrap_policy(model, FSDPConfig())

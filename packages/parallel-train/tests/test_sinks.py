@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import wandb
 
 from parallel_train.metrics.detached import DetachedSink
 from parallel_train.metrics.sinks import JsonlSink, LineSink, Row, Sinks
@@ -145,15 +144,16 @@ def test_a_server_that_hangs_holds_up_neither_the_run_nor_its_end():
 
 
 @pytest.mark.parametrize(
-    ("error", "goes_on"),
+    ("kind", "text", "goes_on"),
     [
-        (wandb.errors.CommError("Run initialization has timed out after 90.0 sec."), True),
-        (wandb.errors.CommError("could not resolve host: api.wandb.ai"), True),
-        (wandb.errors.CommError("permission denied (Error 403: Forbidden)"), False),
-        (wandb.errors.CommError("entity nobody not found during upsertBucket"), False),
-        (wandb.errors.AuthenticationError("invalid key"), False),
-        (wandb.errors.UsageError("project name too long"), False),
+        ("CommError", "Run initialization has timed out after 90.0 sec.", True),
+        ("CommError", "could not resolve host: api.wandb.ai", True),
+        ("CommError", "permission denied (Error 403: Forbidden)", False),
+        ("CommError", "entity team not found during upsertBucket", False),
+        ("AuthenticationError", "invalid key", False),
+        ("UsageError", "project name too long", False),
     ],
 )
-def test_a_server_that_is_down_is_not_wrong_input(error, goes_on):
-    assert is_unreachable(error) is goes_on
+def test_a_server_that_is_down_is_not_wrong_input(kind, text, goes_on):
+    errors = pytest.importorskip("wandb").errors
+    assert is_unreachable(getattr(errors, kind)(text)) is goes_on

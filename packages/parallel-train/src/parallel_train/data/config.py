@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -44,14 +44,21 @@ class DatasetConfig:
     """Stage batches in page-locked memory when the device is a GPU."""
 
     def __post_init__(self) -> None:
-        # A shell does not expand --dataset.root=~/data, nor a path in a file. Absolute: a run that
-        # is resumed from another folder must not find another dataset under the same name.
-        if self.root is not None and self.root.strip():
-            object.__setattr__(self, "root", str(Path(self.root).expanduser().absolute()))
+        # A shell does not expand --dataset.root=~/data, nor a path in a file.
+        if self.root is not None and self.root.startswith("~"):
+            object.__setattr__(self, "root", str(Path(self.root).expanduser()))
         if self.episodes is not None:
             # The dataclass is frozen; a caller may give a list.
             object.__setattr__(self, "episodes", tuple(self.episodes))
         report(self._problems())
+
+    def rooted(self) -> DatasetConfig:
+        """The same with `root` as an absolute path.
+
+        A run that is resumed from another folder must not find another dataset under the same name.
+        A published config keeps the bare name: it does not say where the data lay.
+        """
+        return self if self.root is None else replace(self, root=str(Path(self.root).absolute()))
 
     @property
     def folder(self) -> Path:

@@ -83,6 +83,8 @@ def decide_job(job: Job, *, world_size: int) -> DecidedJob:
         if checkpoint is None and (skipped or job.resume == "must"):
             raise _nothing_intact(files, notes)
     decided = from_main(lambda: _decide(job, files, checkpoint, world_size, notes))
+    config = dataclasses.replace(decided.config, dataset=decided.config.dataset.rooted())
+    decided = dataclasses.replace(decided, config=config)
     if named is None:
         return decided
     return dataclasses.replace(decided, verify=job.config.checkpoint.verify)
