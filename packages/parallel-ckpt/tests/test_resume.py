@@ -153,6 +153,7 @@ def gradients_without_a_sync(folder: Path) -> list[bool]:
         )
     ):
         model = fully_shard(nn.Linear(8, 4), mesh=sharding)
+        assert isinstance(model.weight, DTensor)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with CheckpointSaver(folder / f"{number}", topology=Topology(**degrees)) as saver:
             path = saver.save(step=1, samples_seen=2, model=model, optimizer=optimizer)

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parallel_config import (
     AcceleratorConfig,
@@ -52,6 +53,8 @@ def prepared(degrees, accumulation=1, build=Choosy, **options):
         **options,
     )
     model, optimizer, _, _ = engine.prepare(model, optimizer, None, None)
+    if engine.topology.is_sharded:
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return engine, model, optimizer
 
 

@@ -38,12 +38,15 @@ def run_script(tmp_path, environ=None, **streams):
     return done
 
 
-def test_a_reader_that_leaves(tmp_path):
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = run_script(tmp_path, stdout=writing)
-    os.close(writing)
-    assert done.stderr.decode() == LOST.format("Broken pipe")
+@pytest.mark.parametrize(
+    ("ends", "reason"), [(os.pipe, "Broken pipe"), (os.openpty, "Input/output error")]
+)
+def test_a_reader_that_leaves_and_a_terminal_that_closes(tmp_path, ends, reason):
+    other, ours = ends()
+    os.close(other)
+    done = run_script(tmp_path, stdout=ours)
+    os.close(ours)
+    assert done.stderr.decode() == LOST.format(reason)
 
 
 def test_a_full_disk(tmp_path):
@@ -67,14 +70,6 @@ def test_streams_that_were_closed_before_the_start(tmp_path):
         os.close(2)
 
     run_script(tmp_path, stdout=None, stderr=None, preexec_fn=close)
-
-
-def test_a_terminal_that_closes(tmp_path):
-    leader, follower = os.openpty()
-    os.close(leader)
-    done = run_script(tmp_path, stdout=follower)
-    os.close(follower)
-    assert done.stderr.decode() == LOST.format("Input/output error")
 
 
 def test_a_pager_that_is_not_read_costs_lines_and_one_wait(monkeypatch, capfd):

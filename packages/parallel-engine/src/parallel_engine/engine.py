@@ -265,16 +265,25 @@ class Engine:
         )
         if self.config.deterministic:
             fix_buckets(wrapped)
-        order = None
         if policy:
             preflight.verify_sharded(wrapped, ready, units, replicated)
             if ready is not None:
                 step_mixed_groups_one_by_one(ready)
-            order = self._failures.order = UnitOrder(wrapped, self.topology.world_size)
+            self._failures.order = UnitOrder(wrapped, self.topology.world_size)
             if self.is_main:
                 log_units(wrapped, policy.source)
-        self._updates = Update(
-            wrapped,
+        self._updates = self._update_of(
+            wrapped, accelerator, values_missing=on_meta and fill is None
+        )
+        self._trains = ready is not None
+        with_timeout_of_world(groups_before)
+        return wrapped, ready, schedule, prepare_loader(loader, accelerator, self.device)
+
+    def _update_of(
+        self, model: nn.Module, accelerator: Accelerator, *, values_missing: bool
+    ) -> Update:
+        return Update(
+            model,
             accelerator,
             config=self.config,
             topology=self.topology,
@@ -282,12 +291,9 @@ class Engine:
             failures=self._failures,
             nonfinite=self._nonfinite,
             metric_names=self.metric_names,
-            order=order,
-            values_missing=on_meta and fill is None,
+            order=self._failures.order,
+            values_missing=values_missing,
         )
-        self._trains = ready is not None
-        with_timeout_of_world(groups_before)
-        return wrapped, ready, schedule, prepare_loader(loader, accelerator, self.device)
 
     def plan(
         self,

@@ -24,18 +24,18 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parallel_config.environment import without_launch
 from parallel_testing.ranks import free_port, launch_variables, preload, preloaded
 
 preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
 
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_S = 20.0
 """How long the other ranks may go on after one of them has failed."""
 
 
 def clean_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of the test for a program on the CPU, without a launch around the test."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    kept = without_launch(os.environ)
     return {**kept, "OMP_NUM_THREADS": "1", "PARALLEL_DEVICE": "cpu", **(changes or {})}
 
 

@@ -11,7 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+from parallel_config.environment import without_launch
+
 PROCESS = {
     "OMP_NUM_THREADS": "1",
     "PARALLEL_DEVICE": "cpu",
@@ -30,7 +31,8 @@ def run(*words: object, cwd: Path, code: int = 0, timeout_s: float = 300, **vari
     """
     # PYTHONPATH would let the sources be found in place of the wheels, and launch variables would
     # make the command wait for other ranks.
-    kept = {k: v for k, v in os.environ.items() if k not in LAUNCH and k != "PYTHONPATH"}
+    kept = without_launch(os.environ)
+    kept.pop("PYTHONPATH", None)
     done = subprocess.run(
         list(map(str, words)),
         cwd=cwd,

@@ -35,7 +35,7 @@ from parallel_train.run.folder import RunFiles
 from parallel_train.run.job import Job, provenance, under_environment
 from parallel_train.run.lines import headline, overview, stopped_before, summary
 from parallel_train.run.loop import Loop
-from parallel_train.run.prepare import fill, prepare
+from parallel_train.run.prepare import Prepared, fill, prepare
 from parallel_train.run.same_data import TrainedBefore, sizes
 from parallel_train.run.signals import StopRequest
 from parallel_train.run.start import DecidedJob, decide_job
@@ -124,29 +124,10 @@ def _make_ready(
     )
     # Nothing was written so far: a run that is refused leaves no folder behind.
     from_main(lambda: files.create(config.dataset.folder))
-    saver = CheckpointSaver(
-        files.path,
-        topology=decided.topology,
-        config=config.checkpoint,
-        checkpoint_format=config.checkpoint_format,
-        provenance=provenance(job),
-        on_commit=publisher.push,
-        resumed_from=decided.checkpoint,
-    )
+    saver = _open_saver(job, decided, publisher)
     prepared = prepare(engine, task, config)
     notes = [*decided.notes, *(opened.notes if opened else ()), *task.notes]
-    if decided.checkpoint is not None:
-        try:
-            notes += fill(
-                prepared,
-                decided.checkpoint,
-                decided.changed,
-                allow_optimizer_change=decided.allow_optimizer_change,
-            )
-        except ConfigError:
-            # The same on every rank. A process that goes on must not keep the run locked.
-            saver.close(failed=True)
-            raise
+    notes += _fill(prepared, decided, saver)
     peak, why = samples_per_s_at_peak(
         config, task.dataset, engine.device, decided.topology.world_size
     )
@@ -178,6 +159,36 @@ def _make_ready(
         *overview(config, decided.topology, task, prepared.model, engine.device),
     ]
     return loop, [*notes, headline(decided, task.num_parameters)]
+
+
+def _open_saver(job: Job, decided: DecidedJob, publisher: RunPublisher) -> CheckpointSaver:
+    """Collective: every rank. It locks the run folder for this run."""
+    return CheckpointSaver(
+        decided.files.path,
+        topology=decided.topology,
+        config=decided.config.checkpoint,
+        checkpoint_format=decided.config.checkpoint_format,
+        provenance=provenance(job),
+        on_commit=publisher.push,
+        resumed_from=decided.checkpoint,
+    )
+
+
+def _fill(prepared: Prepared, decided: DecidedJob, saver: CheckpointSaver) -> Sequence[str]:
+    """Collective: every rank. Phase 2 of a resume, if it is one; lines for the log."""
+    if decided.checkpoint is None:
+        return ()
+    try:
+        return fill(
+            prepared,
+            decided.checkpoint,
+            decided.changed,
+            allow_optimizer_change=decided.allow_optimizer_change,
+        )
+    except ConfigError:
+        # The same on every rank. A process that goes on must not keep the run locked.
+        saver.close(failed=True)
+        raise
 
 
 def _carry_out(

@@ -12,27 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.state.shards import Shard, shard_of
-
-_WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
-        "_checkpoint_wrapped_module"
-    ),
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "_fsdp_wrapped_module"
-    ),
-}
-"""Classes that stand in for a module of the user's, and the child that this module then is.
-
-By their name, because importing torch's compiler to ask for its class takes seconds.
-"""
+from parallel_config.names import added_child
 
 
 def bare_module(model: nn.Module) -> nn.Module:
     """The user's own model inside DDP and `torch.compile`, in any order of wrapping."""
-    while (child := _added_child(model)) in ("module", "_orig_mod"):
+    while (child := added_child(type(model))) in ("module", "_orig_mod"):
         inner = model._modules[child]
         assert inner is not None
         model = inner
@@ -99,19 +84,11 @@ def _modules(
         return
     seen.add(id(module))
     yield prefix, module
-    added = _added_child(module)
+    added = added_child(type(module))
     for name, child in module._modules.items():
         if child is not None:
             below = prefix if name == added else _joined(prefix, name)
             yield from _modules(child, below, every=every, seen=seen)
-
-
-def _added_child(module: nn.Module) -> str | None:
-    """Name of the child that a wrapper stands in for; None where the module is not a wrapper."""
-    for base in type(module).__mro__:
-        if (child := _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")) is not None:
-            return child
-    return None
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
