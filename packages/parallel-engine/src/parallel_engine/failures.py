@@ -129,8 +129,10 @@ class Failures:
             if first == mine and _is_broken(error):
                 return self._late(store, mine)
         except RuntimeError:  # the store went with the rank that hosted it
+            # That rank may leave as soon as the watching thread has read who is lost, while this
+            # thread still waits to find it by itself.
             if first == mine:
-                return None
+                return self._heard[-1] if len(self._heard) > 1 else None
             gone = None if self._rank == 0 else "rank 0 is gone, and the launch's store with it"
             return self._heard[-1] if self._heard else gone
         return None if first == mine else self._heard[-1] if self._heard else first
