@@ -43,3 +43,20 @@ def test_wandb_without_an_account_says_what_to_do(ptrain, small):
     assert "logging.wandb = True" in text
     assert "wandb login" in text
     assert not (ptrain.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "goes_on"),
+    [
+        ("CommError", "Run initialization has timed out after 90.0 sec.", True),
+        ("CommError", "could not resolve host: api.wandb.ai", True),
+        ("CommError", "permission denied (Error 403: Forbidden)", False),
+        ("CommError", "entity team not found during upsertBucket", False),
+        ("AuthenticationError", "invalid key", False),
+        ("UsageError", "project name too long", False),
+    ],
+)
+def test_a_server_that_is_down_is_not_wrong_input(kind, text, goes_on):
+    import wandb
+
+    assert tracking.is_unreachable(getattr(wandb.errors, kind)(text)) is goes_on

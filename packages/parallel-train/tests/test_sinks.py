@@ -9,7 +9,6 @@ import pytest
 
 from parallel_train.metrics.detached import DetachedSink
 from parallel_train.metrics.sinks import JsonlSink, LineSink, Row, Sinks
-from parallel_train.metrics.trackers import is_unreachable
 
 ROW = Row(step=3, loss=0.5, grad_norm=1.0, lr=1e-3, samples_seen=12, samples_per_s=7.0)
 
@@ -141,19 +140,3 @@ def test_a_server_that_hangs_holds_up_neither_the_run_nor_its_end():
     failing.emit(ROW)
     with pytest.raises(ConnectionError, match="the server is down"):
         failing.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "goes_on"),
-    [
-        ("CommError", "Run initialization has timed out after 90.0 sec.", True),
-        ("CommError", "could not resolve host: api.wandb.ai", True),
-        ("CommError", "permission denied (Error 403: Forbidden)", False),
-        ("CommError", "entity team not found during upsertBucket", False),
-        ("AuthenticationError", "invalid key", False),
-        ("UsageError", "project name too long", False),
-    ],
-)
-def test_a_server_that_is_down_is_not_wrong_input(kind, text, goes_on):
-    errors = pytest.importorskip("wandb").errors
-    assert is_unreachable(getattr(errors, kind)(text)) is goes_on
