@@ -4,6 +4,11 @@ import signal
 
 from parallel_testing.leaks import no_leaks  # noqa: F401
 
-# What a shell starts in the background ignores SIGINT, and so would all that a test starts.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a shell starts in the background ignores SIGINT, what `nohup` starts SIGHUP, and so would all
+# that a test starts.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
