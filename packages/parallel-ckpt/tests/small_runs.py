@@ -21,6 +21,7 @@ from parallel_ckpt import (
     read_manifest,
     resolve_checkpoint,
 )
+from parallel_ckpt.formats.hashing import hash_bytes
 from parallel_ckpt.store.manifest import signed_text
 from parallel_config import CheckpointConfig, Topology
 
@@ -102,6 +103,18 @@ def change_manifest(checkpoint: Path, **fields: Any) -> None:
     """Change fields of a manifest, with a checksum that fits."""
     path = checkpoint / "manifest.json"
     path.write_text(signed_text(json.loads(path.read_text()) | fields))
+
+
+def change_document(checkpoint: Path, name: str, data: bytes) -> Path:
+    """Replace a file of the training state, with checksums that fit; the file."""
+    file = checkpoint / "training_state" / name
+    file.write_bytes(data)
+    records = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    for record in records:
+        if record["path"] == f"training_state/{name}":
+            record |= {"checksum": hash_bytes(data), "size_bytes": len(data)}
+    change_manifest(checkpoint, files=records)
+    return file
 
 
 def read_manifest_of(run: Path) -> Manifest:

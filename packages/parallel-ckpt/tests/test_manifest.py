@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from parallel_ckpt import CheckpointError, DamagedCheckpoint, newest_intact, read_start
-from parallel_ckpt.formats.hashing import FileRecord, hash_bytes
+from parallel_ckpt.formats.hashing import FileRecord
 from parallel_ckpt.inspect import CheckpointInfo, inspect
 from parallel_ckpt.store.manifest import (
     BaseModel,
@@ -21,7 +21,7 @@ from parallel_ckpt.store.manifest import (
 )
 from parallel_ckpt.verify import verify
 from parallel_config import CheckpointFormat, Topology
-from small_runs import ONE, change_manifest, save_two
+from small_runs import ONE, change_document, change_manifest, save_two
 
 SMALL = Manifest(
     step=3,
@@ -153,14 +153,41 @@ def test_a_manifest_of_version_1_is_compared_with_its_step_too(tmp_path: Path) -
     assert words in str(verify(path).problems[0])
 
 
-def test_a_changed_step_document_is_named(tmp_path: Path) -> None:
-    path = save_two(tmp_path) / "checkpoints/000002"
-    file = path / "training_state/training_step.json"
-    file.write_bytes(data := file.read_bytes().replace(b'"step": 2', b'"step": 3'))
-    document = json.loads((path / "manifest.json").read_text())
-    for record in document["files"]:
-        if record["path"].endswith("training_step.json"):
-            record["checksum"] = hash_bytes(data)
-    change_manifest(path, files=document["files"])
-    with pytest.raises(DamagedCheckpoint, match=r"step = 3, but manifest\.json says 2"):
-        read_start(path, topology=ONE)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_two(tmp_path_factory.mktemp("whole")) / "checkpoints/000002"
+
+
+MANIFEST_SAYS = r"but manifest\.json says"
+SEED = r"but it must be a whole number of 64 bits\."
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("step", "3", rf"= 3, {MANIFEST_SAYS} 2\."),
+        ("step", "2.0", rf"= 2\.0, {MANIFEST_SAYS} 2\."),
+        ("sequence", "[2]", rf"= \[2\], {MANIFEST_SAYS} 2\."),
+        ("samples_seen", "NaN", rf"= nan, {MANIFEST_SAYS} 16\."),
+        ("samples_seen", None, r"is missing\."),
+        ("sequence", None, r"is missing\."),
+        ("seed", None, r"is missing\."),
+        ("seed", "null", rf"= None, {SEED}"),
+        ("seed", "true", rf"= True, {SEED}"),
+        ("seed", "1e3", rf"= 1000\.0, {SEED}"),
+        ("seed", str(2**64), rf"= {2**64}, {SEED}"),
+        ("seed", "9" * 400, rf"= an integer of 1329 bits, {SEED}"),
+    ],
+)
+@pytest.mark.parametrize("check", ["full", "fast"])
+def test_a_changed_step_document_is_named(
+    check: Any, field: str, value: str | None, words: str, whole: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(whole, tmp_path / "copy")
+    facts = json.loads((path / "training_state/training_step.json").read_bytes())
+    facts = {k: json.dumps(v) for k, v in facts.items() if k != field}
+    facts |= {} if value is None else {field: value}
+    text = ", ".join(f'"{k}": {v}' for k, v in facts.items())
+    file = change_document(path, "training_step.json", f"{{{text}}}".encode())
+    with pytest.raises(DamagedCheckpoint, match=rf"{file}: {field} {words}"):
+        read_start(path, topology=ONE, verify=check)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as S
 
 from parallel_ckpt import (
+    CheckpointError,
     CheckpointNotFound,
     DamagedCheckpoint,
     StateMismatch,
@@ -19,7 +24,7 @@ from parallel_ckpt import (
     save_weights,
 )
 from parallel_ckpt.state.schedule import require_schedule
-from small_runs import save_two, saver_of, small, train
+from small_runs import change_document, save_two, saver_of, small, train
 
 
 @pytest.fixture(scope="module")
@@ -149,18 +154,124 @@ def test_damage_is_found_where_it_is_looked_for(verify: Any, tmp_path: Path) -> 
         ("base_lrs", [0.1, 0.1], "1 numbers"),
         ("base_lrs", [True], "1 numbers"),
         ("_last_lr", 0.1, "1 numbers"),
+        ("_last_lr", {}, "1 numbers"),
+        ("base_lrs", None, "1 numbers"),
+        ("T_max", None, "a number"),
+        ("_is_initial", None, "true or false"),
     ],
 )
 def test_numbers_that_a_scheduler_cannot_have(key: str, value: Any, wanted: str) -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    own = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9).state_dict()
-    require_schedule(own, own)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    own = scheduler.state_dict()
+    require_schedule(own, scheduler, "s.json")
     with pytest.raises(StateMismatch, match=rf"scheduler\.{key} = .* it must be {wanted}\."):
-        require_schedule({**own, key: value}, own)
+        require_schedule({**own, key: value}, scheduler, "s.json")
 
 
 def test_infinite_numbers_and_tensors_are_numbers() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=torch.tensor(0.1))
-    own = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).state_dict()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    own = scheduler.state_dict()
     assert own["best"] == float("inf")
-    require_schedule({**own, "best": torch.tensor(0.5)}, own)
+    require_schedule({**own, "best": torch.tensor(0.5)}, scheduler, "s.json")
+
+
+class Own(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """A scheduler of a user's, which fills in later what it is built without."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        return found | {"history": vars(self).get("history", []), "seen": vars(self).get("seen")}
+
+
+NESTED: dict[str, Any] = {
+    "lambda": lambda o: S.LambdaLR(o, lambda k: 1.0),
+    "steps": lambda o: S.MultiStepLR(o, [1, 3]),
+    "no steps": lambda o: S.MultiStepLR(o, []),
+    "sequence": lambda o: S.SequentialLR(o, [S.ConstantLR(o), S.ConstantLR(o)], [2]),
+    "one": lambda o: S.SequentialLR(o, [S.ConstantLR(o)], []),
+    "own": lambda o: Own(o),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("lambda", "lr_lambdas", [], r"\.lr_lambdas = \[\] .* must be a list of 1\."),
+        ("lambda", "lr_lambdas", {}, r"\.lr_lambdas = {} .* must be a list\."),
+        ("lambda", "lr_lambdas", [7], r"\.lr_lambdas\[0\] = 7 .* must be null or a dict\."),
+        ("steps", "milestones", {1: 1}, r"\.milestones = .* must be a Counter\."),
+        (
+            "steps",
+            "milestones",
+            Counter({"x": 1}),
+            r"\.milestones = .* must be a dict of numbers\.",
+        ),
+        ("no steps", "milestones", None, r"\.milestones = None .* must be a Counter\."),
+        ("one", "_milestones", [3], r"\._milestones = \[3\] .* must be a list of 0\."),
+        ("one", "_milestones", None, r"\._milestones = None .* must be a list\."),
+        (
+            "sequence",
+            "_schedulers",
+            [{}, {}],
+            r"\._schedulers\[0\] = {} .* a dict with last_epoch\.",
+        ),
+        ("sequence", "_schedulers", 5, r"\._schedulers = 5 .* must be a list\."),
+        ("own", "mode_worse", None, r"\.mode_worse = None .* must be a number\."),
+    ],
+)
+def test_what_lies_in_a_schedulers_lists_and_dicts_is_compared(
+    name: str, key: str, value: Any, words: str
+) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = NESTED[name](optimizer)
+    stored = scheduler.state_dict()
+    require_schedule(stored, scheduler, "scheduler.json")
+    with pytest.raises(StateMismatch, match=rf"scheduler{words}") as caught:
+        require_schedule({**stored, key: value}, scheduler, "scheduler.json")
+    assert "was saved in scheduler.json" in str(caught.value)
+
+
+def test_a_scheduler_of_the_user_may_fill_what_it_built_empty() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    scheduler = Own(optimizer)
+    stored = scheduler.state_dict() | {"history": [0.5, 0.25], "seen": 3}
+    require_schedule(stored, scheduler, "scheduler.json")
+    del stored["last_epoch"]
+    with pytest.raises(StateMismatch, match=r"^scheduler = .* must be a dict with last_epoch\."):
+        require_schedule(stored, scheduler, "scheduler.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda index: [], r"optimizer\.json: groups is missing, or has another form"),
+        (lambda index: index | {"state": []}, r"optimizer\.json: state is missing"),
+        (lambda index: index | {"groups": [{}]}, r"optimizer\.json: groups\[0\] is missing"),
+        (
+            lambda index: index | {"state": {"0.weight": {"tensors": 1}}},
+            r"optimizer\.json: state\.0\.weight is missing",
+        ),
+        (lambda index: with_hyper(index, lr="high"), r"\[0\]\.lr = 'high' was saved, .* a number"),
+        (lambda index: with_hyper(index, betas=[0.9]), r"\.betas = \[0\.9\] .* 2 numbers"),
+        (lambda index: with_hyper(index, amsgrad=None), r"\.amsgrad = None .* true or false"),
+    ],
+)
+def test_a_damaged_description_of_the_optimizer_changes_nothing(
+    change: Any, words: str, run: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(run / "checkpoints/000002", tmp_path / "copy")
+    index = json.loads((path / "training_state/optimizer.json").read_bytes())
+    change_document(path, "optimizer.json", json.dumps(change(index)).encode())
+    model, optimizer = small()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(CheckpointError, match=words):
+        restore(path, model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+
+
+def with_hyper(index: Any, **hyper: Any) -> Any:
+    index["groups"][0]["hyper"] |= hyper
+    return index

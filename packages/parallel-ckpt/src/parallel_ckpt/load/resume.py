@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from parallel_ckpt.errors import DamagedCheckpoint, StateMismatch
-from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import Source, dcp_source, weights_of
@@ -30,6 +29,7 @@ from parallel_ckpt.state.optimizer import (
     install,
     is_same_class,
     put,
+    require_index,
     start_anew,
 )
 from parallel_ckpt.state.plain_json import load_json
@@ -201,6 +201,7 @@ def _plan(
     if optimizer is None:
         return _Plan(source, weights, keys, {}, None, None, schedule)
     index = _document(contents, folder.optimizer_index)
+    require_index(index, getattr(optimizer, "scaler", None), folder.optimizer_index)
     inner = inner_optimizer(optimizer)
     if (note := _change_of_class(contents.manifest, inner, allow_change)) is not None:
         return _Plan(source, weights, keys, index, None, None, schedule, True, (note,))
@@ -247,7 +248,7 @@ def _plan_scheduler(contents: Contents, scheduler: Any) -> Any:
     state = _document(contents, contents.folder.scheduler)
     if state is None:
         raise StateMismatch.of("scheduler", "was not saved in this checkpoint.")
-    require_schedule(state, inner_scheduler(scheduler).state_dict())
+    require_schedule(state, inner_scheduler(scheduler), contents.folder.scheduler)
     return state
 
 
@@ -282,8 +283,8 @@ def _restore_scheduler(plan: _Plan, scheduler: Any, keep: Collection[str]) -> No
 
 def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
     folder = contents.folder
-    facts = _document(contents, folder.training_step)
-    rng, notes = _read_rng(contents, topology, _seed(facts, folder), rank)
+    seed = _document(contents, folder.training_step)["seed"]
+    rng, notes = _read_rng(contents, topology, seed, rank)
     has_config = folder.train_config in contents.records
     return Start(
         path=folder.path,
@@ -293,15 +294,6 @@ def _read_start(contents: Contents, topology: Topology, rank: int) -> Start:
         rng=rng,
         notes=tuple(notes),
     )
-
-
-def _seed(facts: Any, folder: StepFolder) -> int:
-    seed = facts.get("seed") if isinstance(facts, Mapping) else None
-    if type(seed) is not int or not -(2**63) <= seed < 2**64:
-        raise DamagedCheckpoint.of(
-            folder.training_step, f"has the seed {shown(seed)}, not a whole number of 64 bits."
-        )
-    return seed
 
 
 def _document(contents: Contents, path: Path) -> Any:

@@ -15,8 +15,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from parallel_ckpt.errors import CheckpointError, StateMismatch
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint, StateMismatch
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.state.model import parameter_names
+from parallel_ckpt.state.same_kind import differences
 from parallel_ckpt.state.shards import Shard, shard_of
 from parallel_config import Problem
 
@@ -147,12 +149,44 @@ class Allocation:
     shards: Mapping[str, Shard]
 
 
+def require_index(index: Any, scaler: Any, source: object) -> None:
+    """Raise unless it has the form that `collect` gives it, and a state that `scaler` can take.
+
+    Raises:
+        DamagedCheckpoint: names the field of the file `source`.
+    """
+    index = index if isinstance(index, dict) else {}
+    groups, state, of_scaler = (index.get(name) for name in ("groups", "state", "scaler"))
+    wrong = [] if isinstance(groups, list) else ["groups"]
+    wrong += [] if isinstance(state, dict) else ["state"]
+    if not wrong:
+        of_groups = ((f"groups[{i}]", _has(g, "params", "hyper")) for i, g in enumerate(groups))
+        of_state = ((f"state.{k}", _has(v, "tensors", "values")) for k, v in state.items())
+        wrong += [where for where, is_right in (*of_groups, *of_state) if not is_right]
+    own = {} if scaler is None else scaler.state_dict()
+    if scaler is not None and of_scaler is not None:
+        found = differences(of_scaler, own, is_torchs=True, where="scaler")
+        wrong += [difference.where for difference in found]
+    if wrong:
+        raise DamagedCheckpoint.of(
+            f"{source}: {wrong[0]}", "is missing, or has another form than a save gives it."
+        )
+
+
+def _has(record: Any, names: str, values: str) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get(values), dict):
+        return False
+    found = record.get(names)
+    return isinstance(found, list) and all(isinstance(name, str) for name in found)
+
+
 def check_index(
     index: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
 ) -> Iterator[Problem]:
     """Whether stored groups fit the optimizer: one line per parameter or group that does not."""
     names = parameter_names(model)
-    saved = {fqn: i for i, group in enumerate(index["groups"]) for fqn in group["params"]}
+    groups = index["groups"]
+    saved = {fqn: i for i, group in enumerate(groups) for fqn in group["params"]}
     current: dict[str, int] = {}
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -167,6 +201,13 @@ def check_index(
                 f"joins the saved groups {origins}, whose hyper-parameters differ.",
                 "Build the optimizer with the groups it was saved with.",
             )
+        for origin in origins[:1]:
+            hyper = {k: v for k, v in groups[origin]["hyper"].items() if k not in EXECUTION}
+            for where, found, wanted in differences(hyper, group, is_torchs=False):
+                yield Problem(
+                    f"optimizer.param_groups[{i}].{where}",
+                    f"= {shown(found)} was saved, but it must be {wanted}.",
+                )
     for fqn in sorted(current.keys() - saved.keys()):
         yield Problem(f"optimizer: {fqn}", "is optimized now, but was not when it was saved.")
     for fqn in sorted(saved.keys() - current.keys()):

@@ -18,6 +18,9 @@ from parallel_ckpt.formats.limits import MAX_DEPTH, MAX_INT_BITS, shown
 
 _TAGS = ("$tuple", "$items", "$counter", "$float", "$scalar")
 
+_GARBLED = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
+"""What python and torch raise for a value that is not what its tag says, or is too deep."""
+
 
 def dump_json(value: object, where: str) -> bytes:
     """The stored text of `value`.
@@ -37,7 +40,7 @@ def load_json(text: bytes, where: str) -> Any:
     """
     try:
         return decode(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _GARBLED as error:
         raise DamagedCheckpoint.of(where, f"was not written by parallel-ckpt: {error}.") from error
 
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from parallel_ckpt.errors import StateMismatch
-from parallel_ckpt.formats.checked_json import MAX_COUNT
 from parallel_ckpt.formats.limits import shown
-
-_COUNTS = ("last_epoch", "_step_count", "num_bad_epochs", "cooldown_counter")
-"""Numbers that torch's schedulers count with; `last_epoch` begins at -1."""
+from parallel_ckpt.state.same_kind import differences
 
 
-def require_schedule(stored: Any, own: Any) -> None:
-    """Compare a stored state with the state of the scheduler that is to take it.
-
-    torch takes whatever it is given: `load_state_dict` replaces attributes by name. A list of
-    another length or a number out of range would only be noticed updates later, or never.
+def require_schedule(stored: Any, scheduler: Any, source: object) -> None:
+    """Compare a state that the file `source` holds with that of the scheduler that is to take it.
 
     Raises:
         StateMismatch: the state is of another kind of scheduler, or holds a value that a scheduler
             of this kind cannot have.
     """
+    own = scheduler.state_dict()
     if not isinstance(own, Mapping):
         return
+    _require_kind(stored, own)
+    for where, found, wanted in differences(stored, own, is_torchs=_is_torchs(scheduler)):
+        raise StateMismatch.of(
+            f"scheduler.{where}".rstrip("."),
+            f"= {shown(found)} was saved in {source}, but it must be {wanted}.",
+        )
+
+
+def _require_kind(stored: Any, own: Mapping[str, Any]) -> None:
     for part in ("lr_lambdas", "_schedulers"):
         if part in own and not (isinstance(stored, Mapping) and part in stored):
             raise StateMismatch.of(
@@ -35,38 +36,16 @@ def require_schedule(stored: Any, own: Any) -> None:
             )
     if not isinstance(stored, Mapping):
         raise StateMismatch.of("scheduler", f"was saved as {shown(stored)}, not as a dict.")
-    parts = own.get("_schedulers", ())
-    if parts and len(stored["_schedulers"]) != len(parts):
-        found = len(stored["_schedulers"])
-        raise StateMismatch.of("scheduler", f"has {len(parts)} parts, but {found} were saved.")
-    for i, part in enumerate(parts):
-        require_schedule(stored["_schedulers"][i], part)
-    for key in own.keys() & stored.keys():
-        if (wanted := _complaint(key, stored[key], own[key])) is not None:
-            raise StateMismatch.of(
-                f"scheduler.{key}", f"= {shown(stored[key])} was saved, but it must be {wanted}."
-            )
+    parts, found = own.get("_schedulers", ()), stored.get("_schedulers", ())
+    if not isinstance(found, list | tuple):
+        return  # which is told as any other value
+    if parts and len(found) != len(parts):
+        raise StateMismatch.of("scheduler", f"has {len(parts)} parts, but {len(found)} were saved.")
+    for one, other in zip(found, parts, strict=False):
+        _require_kind(one, other)
 
 
-def _complaint(key: str, stored: Any, own: Any) -> str | None:
-    """What the value must be; None where it may be what it is."""
-    if key in _COUNTS:
-        whole = type(stored) is int and -1 <= stored < MAX_COUNT
-        return None if whole else f"a whole number from -1 to {MAX_COUNT - 1}"
-    if isinstance(own, bool):
-        return None if isinstance(stored, bool) else "true or false"
-    if isinstance(own, int | float):
-        # Infinite ones are right: the best value so far begins there.
-        return None if _is_number(stored) else "a number"
-    if isinstance(own, list | tuple) and own and all(_is_number(item) for item in own):
-        sound = isinstance(stored, list | tuple) and len(stored) == len(own)
-        return None if sound and all(map(_is_number, stored)) else f"{len(own)} numbers"
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor) and value.ndim == 0:  # a rate may be one
-        value = value.item()
-    if type(value) is int:
-        return abs(value) < MAX_COUNT
-    return isinstance(value, float) and not math.isnan(value)
+def _is_torchs(scheduler: Any) -> bool:
+    """Whether its class and those of its parts come with torch."""
+    parts = getattr(scheduler, "_schedulers", ())
+    return type(scheduler).__module__.startswith("torch.optim.") and all(map(_is_torchs, parts))

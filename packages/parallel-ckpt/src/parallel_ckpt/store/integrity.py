@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from parallel_ckpt.errors import CheckpointError
 from parallel_ckpt.formats.checked_json import parse_json
 from parallel_ckpt.formats.hashing import hash_file
+from parallel_ckpt.formats.limits import shown
 from parallel_ckpt.layout import MANIFEST, StepFolder, step_of
 from parallel_ckpt.store.manifest import FileRecord, Manifest
 from parallel_config import Problem
@@ -52,13 +54,29 @@ def identity_problems(folder: StepFolder, manifest: Manifest) -> Iterator[Proble
     except CheckpointError as error:
         yield from error.problems
         return
-    for name in ("step", "samples_seen", "sequence"):
-        # Version 1 did not write the sequence there.
-        if name in facts and facts[name] != getattr(manifest, name):
-            stated = getattr(manifest, name)
-            yield Problem(
-                f"{path}: {name}", f"= {facts[name]!r:.80}, but {MANIFEST} says {stated}."
-            )
+    yield from _fact_problems(path, facts, manifest)
+
+
+def _fact_problems(
+    path: Path, facts: Mapping[str, object], manifest: Manifest
+) -> Iterator[Problem]:
+    """A resume takes these numbers as they are."""
+    names = ["step", "samples_seen", "sequence", "seed"]
+    if not manifest.names_optimizer and "sequence" not in facts:
+        names.remove("sequence")  # which version 1 did not write there
+    for name in names:
+        found, stated = facts.get(name), getattr(manifest, name, None)
+        if name == "seed":
+            is_right, rule = _is_seed(found), "it must be a whole number of 64 bits"
+        else:
+            is_right, rule = type(found) is int and found == stated, f"{MANIFEST} says {stated}"
+        if not is_right:
+            message = f"= {shown(found)}, but {rule}." if name in facts else "is missing."
+            yield Problem(f"{path}: {name}", message)
+
+
+def _is_seed(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**64
 
 
 def portion(manifest: Manifest, rank: int, world_size: int) -> list[FileRecord]:
