@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from parallel_ckpt import (
     resolve_checkpoint,
 )
 from parallel_ckpt.layout import RunFolder
-from parallel_config import CheckpointConfig
+from parallel_config import CheckpointConfig, Topology
 from parallel_testing.ranks import run_ranks
 from small_runs import ONE, read_manifest_of, saver_of, small
+
+TWO = Topology(dp_replicate=2)
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -58,6 +61,29 @@ def test_what_fails_after_the_commit_is_a_note(tmp_path: Path, async_save: bool)
         f"{tmp_path}/checkpoints/000001: saved; on_commit failed: RuntimeError: the Hub is down"
     )
     assert len(notes) == 3
+
+
+def save_with_a_slow_listener(run: Path) -> tuple[list[str], list[str]]:
+    saved: list[str] = []
+    notes: list[str] = []
+
+    def on_commit(path: Path) -> None:
+        if path.name == "000001":
+            time.sleep(4.0)
+
+    with CheckpointSaver(
+        run, topology=TWO, on_note=notes.append, on_commit=on_commit, deadline_s=2.0
+    ) as saver:
+        for step in (1, 2):
+            saved.append(saver.save(step=step, samples_seen=step, model=small()[0]).name)
+    return saved, notes
+
+
+def test_a_listener_may_take_longer_than_the_deadline(tmp_path: Path) -> None:
+    main, other = run_ranks(save_with_a_slow_listener, 2, tmp_path)
+    line = f"{tmp_path}/checkpoints/000001: saved; on_commit is slow, and all ranks wait for it."
+    assert main == (["000001", "000002"], [line])
+    assert other == (["000001", "000002"], [])
 
 
 def test_a_note_that_nobody_can_be_told_fails_no_save(tmp_path: Path) -> None:

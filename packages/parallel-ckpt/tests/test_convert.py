@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallel_ckpt import CheckpointError, CheckpointSaver, load_weights
 from parallel_ckpt.convert import ConvertResult, convert
+from parallel_ckpt.store.workspace import temporary_folder
 from parallel_ckpt.verify import verify
 from parallel_config import CheckpointFormat, ConfigError, Topology
 from parallel_testing.ranks import run_ranks
@@ -365,6 +366,19 @@ def test_launcher_variables_are_not_looked_at_and_torch_is_not_imported(
         "assert not {'torch', 'numpy', 'safetensors'} & sys.modules.keys(), sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_the_next_conversion_removes_what_a_killed_one_left_and_says_so(
+    saved: Path, tmp_path: Path
+) -> None:
+    assert _start(saved / "run", tmp_path / "out", changes=2).wait(timeout=60) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    with temporary_folder(tmp_path, ".out.converting-") as live:
+        result = convert(saved / "run", tmp_path / "out")
+        assert live.is_dir()
+    assert result.cleared == (left,)
+    assert f"removed {left}, which a conversion left" in result.render()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 @pytest.mark.parametrize("delete", [False, True])

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ DEADLINE_S = 1800.0
 """How long ranks wait for one another before they give up with an error."""
 ENTRY_S = 300.0
 """How long a rank waits for the others to make the same call, before any of them does its work."""
+BEAT_S = 10.0
+"""How often the main rank tells those that wait for it that it is alive."""
 
 T = TypeVar("T")
 
@@ -227,6 +231,50 @@ class Ranks:
         result, found = self.broadcast((result, self._portable(error)))
         self._raise_first([found], error)
         return result[0]
+
+    def while_main(
+        self, fn: Callable[[], object], on_slow: Callable[[], object] = lambda: None
+    ) -> None:
+        """Collective: every rank. Run `fn()` on the main rank, however long it takes.
+
+        The others wait, and hear every few seconds that the main rank is alive. So the deadline
+        stands for a rank that is gone, not for the work. `on_slow()` is called once on a thread of
+        the main rank, when the work takes longer than the deadline. `fn` has no collectives.
+
+        Raises:
+            RankLost: another rank ended in the meantime.
+        """
+        if self.group is None:
+            fn()
+        elif not self.is_main:
+            while self.broadcast(True):
+                pass
+        else:
+            done, lost = threading.Event(), list[RankLost]()
+            beat = threading.Thread(target=self._beat, args=(done, lost, on_slow))
+            beat.start()
+            try:
+                fn()
+            finally:
+                done.set()
+                beat.join()
+            if lost:
+                raise lost[0]
+
+    def _beat(
+        self, done: threading.Event, lost: list[RankLost], on_slow: Callable[[], object]
+    ) -> None:
+        """Tell the others whether the main rank still works, until it does not."""
+        slow_at = time.monotonic() + self.deadline_s
+        try:
+            while not done.wait(min(BEAT_S, self.deadline_s / 4)):
+                self.broadcast(True)
+                if time.monotonic() > slow_at:
+                    slow_at = math.inf
+                    on_slow()
+            self.broadcast(False)
+        except RankLost as error:
+            lost.append(error)
 
     def _portable(self, error: Exception | None) -> ReportedError | None:
         return None if error is None else describe(error, self.rank)

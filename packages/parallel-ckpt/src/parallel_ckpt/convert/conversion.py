@@ -64,6 +64,8 @@ class ConvertResult:
     """Keys of the source that are not weights."""
     deleted: tuple[Path, ...]
     """Files of the source that were removed, as asked."""
+    cleared: tuple[Path, ...]
+    """Folders of conversions to the same place that had not finished; they were removed first."""
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +87,7 @@ class ConvertResult:
             lines.append(f"  left out, because they are not weights: {keys}{more}")
         if self.deleted:
             lines.append(f"  removed {len(self.deleted)} files of {self.deleted[0].parent}")
+        lines += [f"  removed {path}, which a conversion left" for path in self.cleared]
         return printable("\n".join(lines))
 
 
@@ -124,6 +127,7 @@ def convert(
     files = plan_files(found.tensors, dtype, limit)
     _refuse_loss(found, files, target, dtype, delete_dcp)
     try:
+        cleared = clear(*_workspace(found, target))
         if target is None and found.step is not None:
             deleted = _convert_in_place(found, found.step, files, delete_dcp, progress)
         else:
@@ -135,7 +139,7 @@ def convert(
         raise CheckpointError.of(where, f"stopped the conversion: {error.strerror}.") from error
     folder = target or found.step.pretrained_model if found.step else target
     assert folder is not None
-    return _result(found, folder, files, deleted)
+    return _result(found, folder, files, deleted, cleared)
 
 
 def _target(source: ConversionSource, output: str | Path | None) -> Path | None:
@@ -149,6 +153,14 @@ def _target(source: ConversionSource, output: str | Path | None) -> Path | None:
     raise ConfigError(
         Problem("output", "is missing: the weights are safetensors already.", "Use --output DIR.")
     )
+
+
+def _workspace(source: ConversionSource, target: Path | None) -> tuple[Path, str]:
+    """Where the result is put together: the folder, and how names in it begin."""
+    if target is not None:
+        return target.parent, f".{target.name}{CONVERTING}"
+    assert source.step is not None
+    return source.step.pretrained_model, CONVERTING
 
 
 def _refuse_loss(
@@ -221,7 +233,7 @@ def _convert_to(
 ) -> None:
     """A new folder with everything that using the model needs, by one rename."""
     make_folder(target.parent)
-    with temporary_folder(target.parent, f".{target.name}.converting-") as temporary:
+    with temporary_folder(*_workspace(source, target)) as temporary:
         _write_checked(source, temporary, files, progress)
         if len(files) > 1:
             with hashed_file(temporary / SAFETENSORS_INDEX) as file:
@@ -250,7 +262,7 @@ def _convert_in_place(
     Killed in between, there is a file that the manifest does not know, or shards that it no longer
     knows. Nothing reads those, and a further conversion replaces or removes them.
     """
-    with temporary_folder(step.pretrained_model, CONVERTING) as temporary:
+    with temporary_folder(*_workspace(source, None)) as temporary:
         (record,) = _write_checked(source, temporary, files, progress)
         os.replace(temporary / SAFETENSORS, step.safetensors)
         flush_folder(step.pretrained_model)
@@ -362,7 +374,7 @@ def _forget_second_copy(source: ConversionSource) -> None:
     manifest = replace(
         contents.manifest, files=kept, checkpoint_format=CheckpointFormat.SAFETENSORS
     )
-    with temporary_folder(step.pretrained_model, CONVERTING) as temporary:
+    with temporary_folder(*_workspace(source, None)) as temporary:
         with hashed_file(temporary / MANIFEST) as file:
             file.write(manifest.to_json().encode())
         os.replace(temporary / MANIFEST, step.manifest)
@@ -393,7 +405,7 @@ def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertRes
     assert source.step is not None
     step, contents = source.step, Contents.read(source.step)
     _require_whole(step, contents)
-    clear(step.pretrained_model, CONVERTING)
+    cleared = clear(*_workspace(source, None))
     return ConvertResult(
         step.pretrained_model,
         {path.name: contents.records[path].size_bytes for path in contents.safetensors},
@@ -401,6 +413,7 @@ def _finish_deletion(source: ConversionSource, shards: list[Path]) -> ConvertRes
         Counter(SAFETENSORS_BY_TORCH[tensor.dtype] for tensor in source.tensors.values()),
         (),
         _delete(step.dcp, shards),
+        tuple(cleared),
     )
 
 
@@ -417,7 +430,11 @@ def _delete(folder: Path, shards: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def _result(
-    source: ConversionSource, folder: Path, files: Sequence[OutputFile], deleted: tuple[Path, ...]
+    source: ConversionSource,
+    folder: Path,
+    files: Sequence[OutputFile],
+    deleted: tuple[Path, ...],
+    cleared: Sequence[Path],
 ) -> ConvertResult:
     tensors = [tensor for file in files for tensor in file.tensors]
     return ConvertResult(
@@ -427,4 +444,5 @@ def _result(
         Counter(tensor.dtype for tensor in tensors),
         source.left_out,
         deleted,
+        tuple(cleared),
     )

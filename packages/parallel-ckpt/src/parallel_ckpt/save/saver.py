@@ -74,8 +74,8 @@ class CheckpointSaver:
         `provenance` is kept in each manifest; `on_note` is called on the main rank with a line for
         everything that was taken over, put back or removed, or cannot be. `on_commit` is called
         there with each checkpoint once it is committed, before retention deletes any; other ranks
-        wait for it. What it raises becomes a note: the checkpoint is there. With `async_save` both
-        are called on a thread of the saver's, while training goes on.
+        wait for it, however long it takes. What it raises becomes a note: the checkpoint is there.
+        With `async_save` both are called on a thread of the saver's, while training goes on.
 
         `resumed_from` is the checkpoint of this run that training goes on from; None stands for the
         one committed last. Retention counts only it, its ancestors and what is saved from now on.
@@ -243,13 +243,20 @@ class CheckpointSaver:
                 lambda: write_rank_files(folder, snapshot, share, ranks.rank, self._format)
             )
             weights = self._write_safetensors(folder, snapshot, share, ranks)
-            path = ranks.from_main(lambda: str(self._conclude(folder, snapshot, files, weights)))
+            notes = ranks.from_main(lambda: self._conclude(folder, snapshot, files, weights))
         except BaseException:
             # After an agreement that failed, no rank writes into the folder any more.
             if ranks.is_main:
                 abandon(folder)
             raise
-        return Path(path)
+        # From here on the checkpoint exists: nothing may make it look as if the save had failed,
+        # and a listener may take as long as it likes.
+        path = self._run.step(snapshot.step).path
+        ranks.while_main(
+            lambda: self._after_commit(path, snapshot.step, notes),
+            lambda: self._tell([f"{path}: saved; on_commit is slow, and all ranks wait for it."]),
+        )
+        return path
 
     def _begin(self, step: int) -> Path:
         assert self._lock is not None
@@ -273,8 +280,8 @@ class CheckpointSaver:
         snapshot: Snapshot,
         files: list[RankFiles],
         weights: list[FileRecord],
-    ) -> Path:
-        """Main rank: write what exists once and commit."""
+    ) -> list[str]:
+        """Main rank: write what exists once and commit; lines about what failed after that."""
         # Before the commit: a number that might have been committed is never given again.
         self._sequence += 1
         documents = with_sequence(snapshot.documents, self._sequence)
@@ -288,7 +295,7 @@ class CheckpointSaver:
         snapshot: Snapshot,
         files: list[FileRecord],
         unflushed: list[Path],
-    ) -> Path:
+    ) -> list[str]:
         assert self._lock is not None
         # Once more, as late as possible: this process may have been stopped for long, and the new
         # holder of the lock would lose its checkpoint to ours.
@@ -307,25 +314,28 @@ class CheckpointSaver:
             optimizer=None if kind is None else OptimizerRecord(class_name=kind),
             parent=self._parent,
         )
-        path = self._run.step(snapshot.step).path
         notes = commit(self._run, folder, manifest, unflushed)
         self._commits[manifest.step] = Commit(manifest.sequence, manifest.parent)
         self._parent = manifest.sequence
-        # From here on the checkpoint exists: nothing may make it look as if the save had failed.
-        # Announced first: retention may delete what the listener is about to read or link.
-        notes += [*self._announce(path), *self._retire(snapshot.step)]
-        with contextlib.suppress(Exception):
-            for note in notes:
-                self._on_note(note)
-        return path
+        return notes
 
-    def _announce(self, path: Path) -> list[str]:
+    def _after_commit(self, path: Path, step: int, notes: list[str]) -> None:
+        # Announced first: retention may delete what the listener is about to read or link.
         try:
             if self._on_commit is not None:
                 self._on_commit(path)
         except Exception as error:
-            return [f"{path}: saved; on_commit failed: {type(error).__name__}: {error}"]
-        return []
+            notes.append(f"{path}: saved; on_commit failed: {type(error).__name__}: {error}")
+        try:
+            notes += self._retire(step)
+        except Exception as error:
+            notes.append(f"{path}: saved; retention failed: {type(error).__name__}: {error}")
+        self._tell(notes)
+
+    def _tell(self, notes: list[str]) -> None:
+        with contextlib.suppress(Exception):
+            for note in notes:
+                self._on_note(note)
 
     def _retire(self, step: int) -> list[str]:
         """Delete what retention lets go; lines about what cannot be deleted.
