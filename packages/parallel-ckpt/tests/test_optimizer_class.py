@@ -104,6 +104,54 @@ def test_each_class_can_start_anew(name: str, runs: dict[str, Path]) -> None:
     assert len(optimizer.state) == 4
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_an_optimizer_that_has_stepped_starts_as_one_that_was_just_built(
+    name: str, runs: dict[str, Path]
+) -> None:
+    other = runs["SGD" if name != "SGD" else "Adam"]
+    pairs = [built(KINDS[name]) for _ in range(2)]
+    train(*pairs[0], steps=3)
+    for model, optimizer in pairs:
+        restore(other, model, optimizer, allow_optimizer_change=True)
+        train(model, optimizer)
+    (model, optimizer), (fresh, of_fresh) = pairs
+    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+    assert str(optimizer.state_dict()) == str(of_fresh.state_dict())
+
+
+def test_adagrad_begins_with_its_own_sum(runs: dict[str, Path]) -> None:
+    model, _ = built(torch.optim.SGD)
+    groups = [{"params": [p], "lr": 0.1} for p in model.parameters()]
+    optimizer = torch.optim.Adagrad(groups, initial_accumulator_value=0.5)
+    train(model, optimizer)
+    restore(runs["SGD"], model, optimizer, allow_optimizer_change=True)
+    assert [float(s["sum"].mean()) for s in optimizer.state.values()] == [0.5] * 4
+    assert [float(s["step"]) for s in optimizer.state.values()] == [0.0] * 4
+
+
+class Demanding(torch.optim.SGD):
+    """Cannot be built from its groups alone."""
+
+    def __init__(self, params: Any, total: int) -> None:
+        super().__init__(params, lr=0.1 / total, momentum=0.9)
+
+
+def test_a_state_that_cannot_start_anew_is_refused_before_anything_is_changed(
+    runs: dict[str, Path],
+) -> None:
+    model, _ = built(torch.optim.SGD)
+    optimizer = Demanding(model.parameters(), 5)
+    train(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    words = r"has state, but a new .*Demanding cannot be built from its groups \(TypeError: .*total"
+    with pytest.raises(StateMismatch, match=words):
+        restore(runs["AdamW"], model, optimizer, allow_optimizer_change=True)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert len(optimizer.state) == 4
+    optimizer.state.clear()
+    assert restore(runs["AdamW"], model, optimizer, allow_optimizer_change=True).starts_anew
+
+
 def test_a_subclass_is_another_class(runs: dict[str, Path]) -> None:
     model, optimizer = built(Own)
     with pytest.raises(StateMismatch, match=r"is .*Own, but .* torch\.optim\.adamw\.AdamW"):

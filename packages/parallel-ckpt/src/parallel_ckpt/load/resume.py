@@ -18,6 +18,7 @@ from parallel_ckpt.layout import StepFolder
 from parallel_ckpt.load.fill import fill_all, match, refuse_untied
 from parallel_ckpt.load.sources import Source, dcp_source, weights_of
 from parallel_ckpt.ranks import all_ranks
+from parallel_ckpt.state.anew import require_anew, start_anew
 from parallel_ckpt.state.model import aliases, drop_gradients, model_shards
 from parallel_ckpt.state.optimizer import (
     Allocation,
@@ -30,7 +31,6 @@ from parallel_ckpt.state.optimizer import (
     is_same_class,
     put,
     require_index,
-    start_anew,
 )
 from parallel_ckpt.state.plain_json import load_json
 from parallel_ckpt.state.rng import DerivedRng, RngState, derived_seed
@@ -134,9 +134,9 @@ def restore(
     are dropped: they are not of these weights.
 
     An optimizer of another class than the saved one is refused. With `allow_optimizer_change` it
-    starts anew, as it was built, and only the place on the schedule is kept. A checkpoint of
-    format_version 1 does not name the class: with this option the optimizer then starts anew in any
-    case.
+    starts anew, as if it were just built, and only the place on the schedule is kept. A checkpoint
+    of format_version 1 does not name the class: with this option the optimizer then starts anew in
+    any case.
 
     **Checksums are not compared here**, so that damaged values may be loaded: `read_start`
     has compared them just before. Where it has not been called, give `verify="full"`.
@@ -204,6 +204,7 @@ def _plan(
     require_index(index, getattr(optimizer, "scaler", None), folder.optimizer_index)
     inner = inner_optimizer(optimizer)
     if (note := _change_of_class(contents.manifest, inner, allow_change)) is not None:
+        require_anew(model, inner)
         return _Plan(source, weights, keys, index, None, None, schedule, True, (note,))
     problems = list(check_index(index, model, inner))
     if problems:

@@ -96,7 +96,7 @@ def collect(names: Mapping[torch.Tensor, str], wrapped: Optimizer) -> OptimizerS
     groups = [_group(group, i, names) for i, group in enumerate(optimizer.param_groups)]
     for parameter, entries in optimizer.state.items():
         if parameter not in names:
-            raise _foreign(parameter, "state")
+            raise foreign(parameter, "state")
         fqn = names[parameter]
         tensors: list[str] = []
         values: dict[str, Any] = {}
@@ -116,12 +116,12 @@ def collect(names: Mapping[torch.Tensor, str], wrapped: Optimizer) -> OptimizerS
 def _group(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> Any:
     for parameter in group["params"]:
         if parameter not in names:
-            raise _foreign(parameter, f"param_groups[{index}]")
+            raise foreign(parameter, f"param_groups[{index}]")
     hyper = {key: value for key, value in group.items() if key != "params"}
     return {"params": [names[parameter] for parameter in group["params"]], "hyper": hyper}
 
 
-def _foreign(parameter: torch.Tensor, where: str) -> CheckpointError:
+def foreign(parameter: torch.Tensor, where: str) -> CheckpointError:
     return CheckpointError.of(
         f"optimizer.{where}",
         f"holds a parameter of shape {tuple(parameter.shape)} that is not in the model.",
@@ -191,7 +191,7 @@ def check_index(
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
-                yield _foreign(parameter, f"param_groups[{i}]").problems[0]
+                yield foreign(parameter, f"param_groups[{i}]").problems[0]
                 return
             current[names[parameter]] = i
         origins = sorted({saved[names[p]] for p in group["params"] if names[p] in saved})
@@ -304,28 +304,6 @@ def install(
     return sum(len(entries) for entries in optimizer.state.values())
 
 
-def start_anew(index: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Of the index only the place on the schedule's curve is taken. No collective.
-
-    The optimizer's own state stays as it was built: Adagrad does not work with an empty one.
-
-    Raises:
-        StateMismatch: a parameter of the optimizer is not the model's.
-    """
-    names = parameter_names(model)
-    hyper_of = {fqn: group["hyper"] for group in index["groups"] for fqn in group["params"]}
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise StateMismatch(_foreign(parameter, f"param_groups[{i}]").problems)
-        known = (hyper_of.get(names[parameter]) for parameter in group["params"])
-        saved = next((hyper for hyper in known if hyper is not None), None)
-        wanted = _number(group.get("initial_lr", group.get("lr")))
-        if saved is not None and "lr" in saved and wanted is not None:
-            base, lr = _number(saved.get("initial_lr", saved["lr"])), _number(saved["lr"])
-            put(group, "lr", _ratio(lr, base) * wanted)
-
-
 def _convert_step(entries: dict[str, Any], group: Mapping[str, Any]) -> None:
     """The kernels that count by themselves count in float32, whatever torch's default dtype was."""
     step = entries.get("step")
@@ -334,7 +312,7 @@ def _convert_step(entries: dict[str, Any], group: Mapping[str, Any]) -> None:
 
 
 def _set_hyper(group: dict[str, Any], saved: Mapping[str, Any], keep: Collection[str]) -> None:
-    wanted_lr = _number(group.get("initial_lr", group.get("lr")))
+    wanted_lr = number_of(group.get("initial_lr", group.get("lr")))
     for key, value in saved.items():
         if key in EXECUTION or (key in keep and key != "lr"):
             continue
@@ -350,25 +328,25 @@ def put(group: dict[str, Any], key: str, value: Any) -> None:
     """
     current = group.get(key)
     if isinstance(current, torch.Tensor):
-        current.fill_(_number(value))
+        current.fill_(number_of(value))
     else:
-        group[key] = _number(value) if isinstance(current, float) else value
+        group[key] = number_of(value) if isinstance(current, float) else value
 
 
 def _rescale_lr(group: dict[str, Any], wanted: float) -> None:
     """Keep the place on the schedule's curve, whose height the new base rate sets."""
-    base, current = group.get("initial_lr"), _number(group["lr"])
-    lr = wanted if base is None else _ratio(current, _number(base)) * wanted
+    base, current = group.get("initial_lr"), number_of(group["lr"])
+    lr = wanted if base is None else ratio(current, number_of(base)) * wanted
     if base is not None:
         group["initial_lr"] = wanted
     put(group, "lr", lr)
 
 
-def _ratio(current: float, base: float) -> float:
+def ratio(current: float, base: float) -> float:
     return current / base if base else 1.0
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
