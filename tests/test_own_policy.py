@@ -130,6 +130,6 @@ def test_flags_of_ones_own_are_checked_and_shown(ptrain):
     flags = ["train", "--policy.type", "my_policies.configuration:MLPConfig"]
     assert "Residual blocks." in ptrain(*flags, "--help", env=env)
     wrong = ptrain(*flags, "--policy.width", 0, "--steps", 0, env=env, code=2)
-    assert "policy.width = 0, but it is at least 1." in wrong
+    assert "policy.width = 0, but it must be at least 1." in wrong
     assert "steps = 0" in wrong
     assert "dim_model" in ptrain(*flags, "--policy.dim_model", 8, env=env, code=2)

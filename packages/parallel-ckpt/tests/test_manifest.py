@@ -73,12 +73,12 @@ def test_the_same_values_in_other_bytes_are_refused(change: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"optimizer": "torch.optim.SGD"}, "optimizer = .* is null or names a class"),
-        ({"optimizer": {"class": 3}}, "optimizer = .* is null or names a class"),
-        ({"optimizer": {"class": "a", "more": 1}}, "optimizer = .* is null or names a class"),
+        ({"optimizer": "torch.optim.SGD"}, "optimizer = .* must be null or name a class"),
+        ({"optimizer": {"class": 3}}, "optimizer = .* must be null or name a class"),
+        ({"optimizer": {"class": "a", "more": 1}}, "optimizer = .* must be null or name a class"),
         ({"base_model": {"source": "a"}}, "base_model = .* source, revision and weights_hash"),
-        ({"parent": 2}, "parent = 2, but it is null or below sequence"),
-        ({"parent": True}, "parent = True, but it is null or below sequence"),
+        ({"parent": 2}, "parent = 2, but it must be null or below sequence"),
+        ({"parent": True}, "parent = True, but it must be null or below sequence"),
         ({"topology": {"dp_replicate": 1, "dp_shard": 1}}, "must contain dp_replicate, .* and"),
         ({"format_version": 99}, "format_version = 99, but this parallel-ckpt reads up to 2"),
         ({"format_version": 1}, "is unknown to this format_version"),

@@ -35,7 +35,10 @@ def test_what_counts_nothing_is_refused(name: str, wrong: Any, tmp_path: Path) -
     with saver_of(tmp_path) as saver:
         with pytest.raises(CheckpointError) as caught:
             saver.save(**{"step": 1, "samples_seen": 1, "model": small()[0], name: wrong})
-        assert str(caught.value) == f"{name} = {wrong!r}, but it is an integer from 0 to 2^62 - 1."
+        assert (
+            str(caught.value)
+            == f"{name} = {wrong!r}, but it must be an integer from 0 to 2^62 - 1."
+        )
         assert not list((tmp_path / "checkpoints").iterdir())
 
 

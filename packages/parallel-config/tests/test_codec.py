@@ -107,12 +107,13 @@ def test_all_problems_are_told_at_once():
     assert problems(text) == [
         "model.widht is not a field. Did you mean 'width'?",
         'steps = "a", but it should be a valid integer.',
-        "accelerator.mixed_precision = \"bf6\", but it is one of 'no', 'bf16' or 'fp16'.",
+        "accelerator.mixed_precision = \"bf6\", but it must be one of 'no', 'bf16' or 'fp16'.",
         "accelerator.fsdp.wrap_modules[0] = 1, but it should be a valid string.",
         "accelerator.fsdp.wrap_modles is not a field. Did you mean 'wrap_modules'?",
-        "checkpoint_format = \"zip\", but it is one of 'safetensors', 'dcp' or 'safetensors_dcp'.",
+        "checkpoint_format = \"zip\", but it must be one of 'safetensors', 'dcp' or "
+        "'safetensors_dcp'.",
         "stpes is not a field. Did you mean 'steps'?",
-        "parallelism.dp_shard = -3, but a degree is at least 1, or -1 for all remaining ranks. "
+        "parallelism.dp_shard = -3, but it must be at least 1, or -1 for all remaining ranks. "
         "Use --parallelism.dp_shard -1 or a positive number (ParallelismConfig.dp_shard).",
     ]
 

@@ -55,7 +55,7 @@ def test_what_a_plain_launch_exports_changes_only_what_differs():
     [
         ("ACCELERATE_MIXED_PRECISION", "fp8", "it must be one of no, bf16, fp16"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many", "it must be a whole number"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0", "at least one micro-batch makes a step"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "0", "= 0, but it must be at least 1"),
     ],
 )
 def test_a_value_that_the_field_cannot_take(name, text, wanted):

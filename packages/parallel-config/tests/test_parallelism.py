@@ -74,7 +74,7 @@ def test_degrees_that_do_not_fit(degrees, world_size, text):
 
 @pytest.mark.parametrize("degrees", [{"dp_shard": 0}, {"dp_shard": -2}, {"dp_replicate": 0}])
 def test_degrees_out_of_range(degrees):
-    with pytest.raises(ConfigError, match=r"a degree is at least 1, or -1"):
+    with pytest.raises(ConfigError, match=r"but it must be at least 1, or -1"):
         ParallelismConfig(**degrees)
 
 

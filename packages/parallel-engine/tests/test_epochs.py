@@ -108,10 +108,14 @@ def test_what_makes_no_update_is_refused():
         "accumulate(loader, epochs=None), which continues past the end of the data."
     )
     for epochs in (0, -1, 1.5, "2", True):
-        with pytest.raises(ConfigError, match=rf"epochs = {epochs!r}, but it is an integer of at"):
+        with pytest.raises(
+            ConfigError, match=rf"epochs = {epochs!r}, but it must be an integer of at"
+        ):
             engine.accumulate(Sized(3), epochs=epochs)
     for first in (-1, "a"):
-        with pytest.raises(ConfigError, match=rf"first_epoch = {first!r}, but it is an integer"):
+        with pytest.raises(
+            ConfigError, match=rf"first_epoch = {first!r}, but it must be an integer"
+        ):
             engine.accumulate(Sized(3), first_epoch=first)
 
 

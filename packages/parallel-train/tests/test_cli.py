@@ -137,7 +137,7 @@ def test_an_empty_word_is_refused_as_a_path_and_as_a_name(words, message, capsys
 def test_a_plan_for_an_impossible_number_of_ranks_is_refused(ranks, capsys):
     assert run(["plan", f"--world_size={ranks}"]) == 2
     said = capsys.readouterr().err
-    assert f"world_size = {int(ranks):,}, but a plan is made for 1 to 131,072 ranks." in said
+    assert f"world_size = {int(ranks):,}, but it must be from 1 to 131,072." in said
     assert "Use --world_size 64." in said
 
 

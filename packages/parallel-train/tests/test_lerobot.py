@@ -183,7 +183,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
         r"its format is 'v2.1'.*convert_dataset_v21_to_v30",
     ),
     "version 4": (_info(codebase_version="v4.0"), r"its format is 'v4.0', but v3.0 is read"),
-    "fps 0": (_info(fps=0), r"fps = 0, but a frame rate is a positive number"),
+    "fps 0": (_info(fps=0), r"fps = 0, but it must be a positive number"),
     "wrong fps": (_info(fps=20), r"frame 1 of episode 0 is at 0.1\d* s, but at 20 fps.*0.05"),
     "no frames file": (_delete(FRAMES), r"data/chunk-000/file-000.parquet is missing"),
     "no tasks": (_delete("meta/tasks.parquet"), r"meta/tasks.parquet is missing"),

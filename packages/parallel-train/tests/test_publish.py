@@ -305,7 +305,10 @@ def test_offline_no_request_is_made_and_no_file_is_written(hub, runs, monkeypatc
         (["publish", "--repo_id", "bad//name"], "repo_id = 'bad//name' is not a name on the Hub"),
         (["publish", "--license", "gpl4"], "license = 'gpl4' is not a licence identifier"),
         (["publish", "--base_model", "/x"], "base_model = '/x' is not a name on the Hub"),
-        (["publish", "--timeout_s", "0"], "timeout_s = 0, but it is at least 1. Use --timeout_s"),
+        (
+            ["publish", "--timeout_s", "0"],
+            "timeout_s = 0, but it must be at least 1. Use --timeout_s",
+        ),
         (["publish", "--private"], "private = True, but user/model exists and is public."),
         (
             ["publish", "--resumable", "--dtype", "bf16", "--tags", "x"],

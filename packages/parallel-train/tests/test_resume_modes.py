@@ -87,7 +87,8 @@ def test_auto_takes_the_newest_intact_and_names_what_it_skipped(run):
     decided = decide("--output_dir", run)
     assert decided.checkpoint == run / "checkpoints/000002"
     skipped = [note for note in decided.notes if note.startswith("skipped")]
-    assert f"skipped {run}/checkpoints/000006: " in skipped[0]
+    assert skipped[0].startswith(f"skipped {run}/checkpoints/000006: ")
+    assert skipped[0].count(f"{run}/checkpoints/000006: ") == 1
     assert "pretrained_model/model.safetensors has checksum" in skipped[0]
     assert f"skipped {run}/checkpoints/000004: " in skipped[1]
     assert "training_state/data.json" in skipped[1]

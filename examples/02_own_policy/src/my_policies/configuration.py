@@ -34,6 +34,6 @@ class MLPConfig(PolicyConfig):
         if self.width < 1:
             yield Problem(
                 "policy.width",
-                f"= {self.width}, but it is at least 1.",
+                f"= {self.width}, but it must be at least 1.",
                 "Use --policy.width 1 or more.",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from parallel_ckpt.errors import CheckpointError, printable
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH, TORCH_ITEM_BYTES
 from parallel_ckpt.formats.safetensors import read_header
 from parallel_ckpt.layout import RunFolder, StepFolder, belongs_to_weights
+from parallel_ckpt.store.commit import read_last
 from parallel_ckpt.store.contents import Contents
-from parallel_ckpt.store.find import committed, resolve_checkpoint
+from parallel_ckpt.store.find import committed, is_copied_last, resolve_checkpoint
 from parallel_ckpt.store.integrity import file_problems, identity_problems
 from parallel_ckpt.store.manifest import Manifest
+from parallel_config.errors import counted
 
 ByDtype = dict[str, tuple[int, int]]
 """Number and bytes of tensors by dtype."""
@@ -73,7 +76,8 @@ class CheckpointInfo:
             f"  step        {manifest.step}, {manifest.samples_seen} samples seen",
             f"  topology    {manifest.topology.describe()}",
             f"  format      {manifest.checkpoint_format.value} (layout {manifest.format_version})",
-            f"  size        {_size(manifest.num_bytes)} in {len(manifest.files)} files: {parts}",
+            f"  size        {_size(manifest.num_bytes)} in "
+            f"{counted(len(manifest.files), 'file')}: {parts}",
             f"  weights     {_dtypes(self.tensors_by_dtype)}",
             f"  optimizer   {_dtypes(self.optimizer_by_dtype)}",
             f"  written     {manifest.created_at}, "
@@ -81,7 +85,7 @@ class CheckpointInfo:
         ]
         lines += [f"  damaged     {problem}" for problem in self.problems]
         lines.append(
-            f"  health      {len(self.problems)} files are damaged"
+            f"  health      damaged: {counted(len(self.problems), 'problem')}"
             if self.problems
             else "  health      every file is there with its size (checksums: ptrain verify)"
         )
@@ -90,13 +94,15 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """All checkpoints of a run, oldest first."""
+    """All checkpoints of a run, by step."""
 
     path: Path
     checkpoints: tuple[CheckpointInfo, ...]
     unreadable: tuple[str, ...]
     last: Path | None
     """What `last` means."""
+    problems_of_last: tuple[str, ...] = ()
+    """Why it does not name a checkpoint that can be read."""
 
     def to_json(self) -> str:
         """For programs."""
@@ -106,24 +112,27 @@ class RunInfo:
                 "last": str(self.last) if self.last else None,
                 "checkpoints": [info.to_plain() for info in self.checkpoints],
                 "unreadable": list(self.unreadable),
+                "problems_of_last": list(self.problems_of_last),
             },
             indent=2,
         )
 
     def render(self) -> str:
-        """For people: a line per checkpoint, then the newest in full."""
-        lines = [f"{self.path}: {len(self.checkpoints)} checkpoints"]
+        """For people: a line per checkpoint, then `last` or the highest step in full."""
+        lines = [f"{self.path}: {counted(len(self.checkpoints), 'checkpoint')}"]
         for info in self.checkpoints:
             mark = " <- last" if info.path == self.last else ""
-            health = f"  DAMAGED ({len(info.problems)} files)" if info.problems else ""
+            problems = counted(len(info.problems), "problem")
+            health = f"  DAMAGED ({problems})" if info.problems else ""
             lines.append(
                 f"  {info.path.name}  {info.manifest.topology.kind.value}  "
                 f"{info.manifest.checkpoint_format.value}  {_size(info.manifest.num_bytes)}"
                 f"{health}{mark}"
             )
         lines += [f"  unreadable: {line}" for line in self.unreadable]
-        newest = next((i for i in self.checkpoints if i.path == self.last), None)
-        return printable("\n".join([*lines, *([newest.render()] if newest else [])]))
+        lines += [f"  last: {line}" for line in self.problems_of_last]
+        shown = [i for i in self.checkpoints if i.path == self.last] or self.checkpoints[-1:]
+        return printable("\n".join([*lines, *(info.render() for info in shown)]))
 
 
 def inspect(path: str | Path) -> CheckpointInfo | RunInfo:
@@ -145,9 +154,23 @@ def _inspect_run(run: RunFolder) -> RunInfo:
         folder = StepFolder(step.path.resolve())
         try:
             found.append(_inspect_step(folder))
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             unreadable.append(str(error))
-    return RunInfo(run.path, tuple(found), tuple(unreadable), resolve_checkpoint(run.path))
+    last = resolve_checkpoint(run.path)
+    problem = _problem_of_last(run, last, readable={info.path for info in found})
+    return RunInfo(run.path, tuple(found), tuple(unreadable), last, problem)
+
+
+def _problem_of_last(run: RunFolder, last: Path, readable: set[Path]) -> tuple[str, ...]:
+    if last not in readable:
+        return (f"names {last.name}, which cannot be read.",)
+    if is_copied_last(run.last):
+        return ("is a folder of its own, which no save updates.",)
+    if not os.path.lexists(run.last):
+        return ("is missing.",)
+    if read_last(run) is None:
+        return ("does not lead to a checkpoint.",)
+    return ()
 
 
 def _inspect_step(folder: StepFolder) -> CheckpointInfo:

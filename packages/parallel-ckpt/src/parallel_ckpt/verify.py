@@ -11,6 +11,7 @@ from parallel_ckpt.store.find import resolve_checkpoint
 from parallel_ckpt.store.integrity import file_problems, identity_problems
 from parallel_ckpt.store.manifest import Manifest, read_manifest
 from parallel_config import Problem
+from parallel_config.errors import counted
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ class VerifyReport:
     def render(self) -> str:
         """Lines for people."""
         how = "sizes" if self.fast else "sizes and checksums"
-        count, size = len(self.manifest.files), self.manifest.num_bytes
-        lines = [f"{self.path}: step {self.manifest.step}, {count} files, {size:,} bytes"]
+        files, size = counted(len(self.manifest.files), "file"), self.manifest.num_bytes
+        lines = [f"{self.path}: step {self.manifest.step}, {files}, {size:,} bytes"]
         lines += [f"  damaged: {problem}" for problem in self.problems]
         lines += [f"  not part of the checkpoint: {name}" for name in self.unlisted]
-        lines.append(f"intact ({how})" if self.ok else f"{len(self.problems)} files are damaged")
+        damaged = f"damaged: {counted(len(self.problems), 'problem')}"
+        lines.append(f"intact ({how})" if self.ok else damaged)
         return printable("\n".join(lines))
 
 

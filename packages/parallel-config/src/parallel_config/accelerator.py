@@ -33,7 +33,7 @@ class GradientAccumulationConfig:
                 [
                     Problem(
                         "accelerator.gradient_accumulation.steps",
-                        f"= {self.steps}, but at least one micro-batch makes a step.",
+                        f"= {self.steps}, but it must be at least 1.",
                         f"Use {option('accelerator.gradient_accumulation.steps', '1 or more')}.",
                     )
                 ]
@@ -84,7 +84,7 @@ class FSDPConfig:
         if self.min_num_params is not None and self.min_num_params < 1:
             yield Problem(
                 "accelerator.fsdp.min_num_params",
-                f"= {self.min_num_params}, but a wrap unit holds at least 1 parameter.",
+                f"= {self.min_num_params}, but it must be at least 1.",
                 f"Use {option('accelerator.fsdp.min_num_params', '1 or more')}.",
             )
         for name in ("wrap_modules", "ignored_modules"):
@@ -120,7 +120,7 @@ class DDPConfig:
                 [
                     Problem(
                         "accelerator.ddp.bucket_cap_mb",
-                        f"= {self.bucket_cap_mb}, but a bucket is at least 1 MiB.",
+                        f"= {self.bucket_cap_mb}, but it must be at least 1 (MiB).",
                         f"Use {option('accelerator.ddp.bucket_cap_mb', '25')}.",
                     )
                 ]

@@ -63,7 +63,7 @@ class CheckpointConfig:
             if value is not None and value < 1:
                 yield Problem(
                     f"checkpoint.{name}",
-                    f"= {value}, but it is at least 1.",
+                    f"= {value}, but it must be at least 1.",
                     f"Use --checkpoint.{name} None to keep all.",
                 )
         try:

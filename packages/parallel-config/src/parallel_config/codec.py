@@ -106,7 +106,8 @@ class Schema(Generic[T]):
         # A bool is an int in Python: `true` would count as version 1.
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ConfigError(
-                Problem(VERSION_KEY, f"= {version!r}, but it is a number from 1."), source=source
+                Problem(VERSION_KEY, f"= {version!r}, but it must be a whole number from 1."),
+                source=source,
             )
         if version > self.version:
             raise ConfigError(
@@ -239,7 +240,9 @@ def _load_tagged(
     left_out: list[_LeftOut] | None,
 ) -> tuple[Any, list[Problem]]:
     if not isinstance(value, dict):
-        return None, [Problem(name, f"= {value!r}, but it is a section (a mapping with a type).")]
+        return None, [
+            Problem(name, f"= {value!r}, but it must be a section (a mapping with a type).")
+        ]
     section = dict(value)
     tag = section.pop("type", None)
     if not isinstance(tag, str):
@@ -348,7 +351,7 @@ def _message(detail: Any) -> str:
     if kind == "value_error":
         return f"= {found}: {context['error']}"
     if kind in ("literal_error", "enum"):
-        return f"= {found}, but it is one of {context['expected']}."
+        return f"= {found}, but it must be one of {context['expected']}."
     if kind == "missing":
         return "is missing."
     text = detail["msg"].removeprefix("Input should be ")

@@ -12,6 +12,11 @@ from typing import Self, TypeVar
 E = TypeVar("E", bound=BaseException)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with a noun whose plural only adds an s: `1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong: where it is, what was found, what is allowed and what to do."""
@@ -56,8 +61,9 @@ class ReportedError(Exception):
         lines = [str(problem) for problem in self.problems]
         if not self.source:
             return "\n".join(lines)
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        return f"{self.source}: {count}\n" + "\n".join(f"  {line}" for line in lines)
+        return f"{self.source}: {counted(len(lines), 'problem')}\n" + "\n".join(
+            f"  {line}" for line in lines
+        )
 
     # Exception pickles its arguments, which are the text here: a copy would lose the problems.
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:

@@ -37,7 +37,7 @@ class OptimizerConfig:
         if not (math.isfinite(self.lr) and self.lr > 0):
             yield Problem(
                 "optimizer.lr",
-                f"= {self.lr}, but a learning rate is a positive finite number.",
+                f"= {self.lr}, but it must be positive and finite.",
                 "Use --optimizer.lr 1e-3.",
             )
         # The bias correction of Adam divides by 1 - beta ** n, which is 0 for a beta of 1.
@@ -52,7 +52,7 @@ class OptimizerConfig:
             if not (math.isfinite(value) and value >= 0):
                 yield Problem(
                     f"optimizer.{name}",
-                    f"= {value}, but it is a finite number of at least 0.",
+                    f"= {value}, but it must be finite and at least 0.",
                     f"Use --optimizer.{name} with such a number.",
                 )
         if self.clip_norm is not None and not (
@@ -60,7 +60,7 @@ class OptimizerConfig:
         ):
             yield Problem(
                 "optimizer.clip_norm",
-                f"= {self.clip_norm}, but a norm to clip to is positive and finite.",
+                f"= {self.clip_norm}, but it must be positive and finite.",
                 "Use --optimizer.clip_norm None to leave gradients unclipped.",
             )
 
@@ -98,7 +98,7 @@ class SchedulerConfig:
         if not 0 <= self.min_lr_ratio <= 1:
             yield Problem(
                 "scheduler.min_lr_ratio",
-                f"= {self.min_lr_ratio}, but it is a fraction of the peak rate.",
+                f"= {self.min_lr_ratio}, but it must be from 0 to 1.",
                 "Use --scheduler.min_lr_ratio between 0 and 1.",
             )
 

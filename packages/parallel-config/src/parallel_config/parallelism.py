@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from parallel_config.errors import ConfigError, Problem, report
+from parallel_config.errors import ConfigError, Problem, counted, report
 from parallel_config.options import option
 from parallel_config.topology import Topology
 
@@ -62,7 +62,7 @@ class ParallelismConfig:
             if degree < 1 and degree != FILL:
                 yield Problem(
                     f"parallelism.{name}",
-                    f"= {degree}, but a degree is at least 1, or -1 for all remaining ranks.",
+                    f"= {degree}, but it must be at least 1, or -1 for all remaining ranks.",
                     f"Use {option(f'parallelism.{name}', '-1 or a positive number')}.",
                 )
         if self.dp_replicate == FILL and self.dp_shard == FILL:
@@ -105,8 +105,8 @@ class ParallelismConfig:
             raise ConfigError(
                 Problem(
                     f"parallelism.{name}",
-                    f"= {degree} does not divide the {_ranks(world_size)} of this launch, so "
-                    f"parallelism.{other} = -1 does not have a whole value.",
+                    f"= {degree} does not divide the {counted(world_size, 'rank')} of this "
+                    f"launch, so parallelism.{other} = -1 does not have a whole value.",
                     f"Use {option(f'parallelism.{name}', _choices(world_size))}, or launch a "
                     f"multiple of {degree} processes.",
                 )
@@ -127,13 +127,9 @@ class ParallelismConfig:
         return Problem(
             "parallelism.dp_replicate",
             f"= {self.dp_replicate} x parallelism.dp_shard = {self.dp_shard} makes {product}, "
-            f"but this launch has {_ranks(world_size)}.",
+            f"but this launch has {counted(world_size, 'rank')}.",
             f"Use {fit}, or launch {product} process{'es' if product > 1 else ''}.",
         )
-
-
-def _ranks(world_size: int) -> str:
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
 
 
 def _choices(world_size: int) -> str:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from parallel_config.errors import counted
+
 
 class Kind(StrEnum):
     """How the ranks work together, as the degrees decide it."""
@@ -72,5 +74,5 @@ class Topology:
 
     def describe(self) -> str:
         """One phrase for logs: `hsdp, dp_replicate=2 x dp_shard=4 = 8 ranks`."""
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        ranks = counted(self.world_size, "rank")
         return f"{self.kind}, dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} = {ranks}"

@@ -39,7 +39,7 @@ def require_count(name: str, value: int | None, *, least: int, none: str) -> Non
     if value is None or (type(value) is int and value >= least):
         return
     raise ConfigError(
-        Problem(name, f"= {value!r}, but it is an integer of at least {least}.", none)
+        Problem(name, f"= {value!r}, but it must be an integer of at least {least}.", none)
     )
 
 

@@ -119,7 +119,7 @@ class PublishConfig:
         if self.timeout_s < 1:
             yield Problem(
                 "publish.timeout_s",
-                f"= {self.timeout_s}, but it is at least 1.",
+                f"= {self.timeout_s}, but it must be at least 1.",
                 "Use --publish.timeout_s 7200.",
             )
 

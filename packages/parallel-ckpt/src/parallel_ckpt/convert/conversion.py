@@ -41,6 +41,7 @@ from parallel_ckpt.store.manifest import Manifest, read_manifest
 from parallel_ckpt.store.workspace import clear, temporary_folder
 from parallel_config import CheckpointFormat, ConfigError, Problem
 from parallel_config.checkpoint import parse_size
+from parallel_config.errors import counted
 
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
@@ -76,8 +77,9 @@ class ConvertResult:
         """Lines for people."""
         dtypes = ", ".join(f"{count} x {dtype}" for dtype, count in sorted(self.dtypes.items()))
         lines = [
-            f"{self.path}: {self.num_tensors} tensors ({dtypes}), {self.num_bytes:,} bytes "
-            f"in {len(self.files)} files, read back and compared"
+            f"{self.path}: {counted(self.num_tensors, 'tensor')} ({dtypes}), "
+            f"{self.num_bytes:,} bytes in {counted(len(self.files), 'file')}, "
+            "read back and compared"
         ]
         if self.left_out:
             keys = ", ".join(key[:80] for key in self.left_out[:MAX_LISTED])
@@ -86,7 +88,9 @@ class ConvertResult:
             )
             lines.append(f"  left out, because they are not weights: {keys}{more}")
         if self.deleted:
-            lines.append(f"  removed {len(self.deleted)} files of {self.deleted[0].parent}")
+            lines.append(
+                f"  removed {counted(len(self.deleted), 'file')} of {self.deleted[0].parent}"
+            )
         lines += [f"  removed {path}, which a conversion left" for path in self.cleared]
         return printable("\n".join(lines))
 
@@ -179,7 +183,8 @@ def _refuse_loss(
     if delete_dcp and not source.is_dcp:
         problems.append(Problem("delete_dcp", f"has nothing to remove in {source.folder}."))
     if delete_dcp and source.left_out:
-        lost = f"{len(source.left_out)} entries that are not weights ({shown(source.left_out[0])})"
+        lost = f"what is not weights: {shown(source.left_out[0])}"
+        lost += f" and {len(source.left_out) - 1} more" * (len(source.left_out) > 1)
         problems.append(Problem("delete_dcp", f"would also remove {lost}.", "Leave it out."))
     if target is not None:
         problems += _target_problems(source, target, delete_dcp)

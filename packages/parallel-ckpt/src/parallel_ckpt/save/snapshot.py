@@ -129,7 +129,9 @@ def count(value: SupportsIndex, name: str) -> int:
     with contextlib.suppress(TypeError):
         number = -1 if isinstance(value, (bool, np.bool_)) else operator.index(value)
     if not is_count(number):
-        raise CheckpointError.of(name, f"= {value!r}, but it is an integer from 0 to 2^62 - 1.")
+        raise CheckpointError.of(
+            name, f"= {value!r}, but it must be an integer from 0 to 2^62 - 1."
+        )
     return number
 
 

@@ -256,7 +256,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[Problem]:
         return
     for name, (rule, is_right) in _SCALARS.items():
         if not is_right(document[name]):
-            yield Problem(name, f"= {_show(document[name])}, but it is {rule}.")
+            yield Problem(name, f"= {_show(document[name])}, but it must be {rule}.")
     yield from _topology_problems(document["topology"], () if is_first else _CONTEXT_DEGREES)
     for name in ("versions", "provenance"):
         if not isinstance(document[name], dict):
@@ -270,7 +270,7 @@ def _later_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     """Of the fields that format_version 2 has brought."""
     optimizer, base, parent = (document[name] for name in _SINCE_2)
     if optimizer is not None and not _is_record(optimizer, {"class": str}):
-        yield Problem("optimizer", f"= {_show(optimizer)}, but it is null or names a class.")
+        yield Problem("optimizer", f"= {_show(optimizer)}, but it must be null or name a class.")
     rule: dict[str, type | UnionType] = {
         "source": str,
         "revision": str | None,
@@ -279,11 +279,11 @@ def _later_problems(document: Mapping[str, Any]) -> Iterator[Problem]:
     if base is not None and not _is_record(base, rule):
         yield Problem(
             "base_model",
-            f"= {_show(base)}, but it is null or has source, revision and weights_hash.",
+            f"= {_show(base)}, but it must be null or have source, revision and weights_hash.",
         )
     sequence, own = document["sequence"], document[_OWN_CHECKSUM]
     if parent is not None and not (is_count(parent) and is_count(sequence) and parent < sequence):
-        yield Problem("parent", f"= {_show(parent)}, but it is null or below sequence.")
+        yield Problem("parent", f"= {_show(parent)}, but it must be null or below sequence.")
     if not isinstance(own, str) or not _CHECKSUM.fullmatch(own):
         yield Problem(_OWN_CHECKSUM, f"= {_show(own)} is not an {HASH_NAME} digest.")
 
@@ -321,7 +321,9 @@ def _topology_problems(topology: object, context: Sequence[str]) -> Iterator[Pro
         return
     for name in sorted(names):
         if not is_count(topology[name]) or topology[name] < 1:
-            yield Problem(f"topology.{name}", f"= {_show(topology[name])}, but it is at least 1.")
+            yield Problem(
+                f"topology.{name}", f"= {_show(topology[name])}, but it must be at least 1."
+            )
 
 
 def _file_problems(files: object) -> Iterator[Problem]:

@@ -23,7 +23,7 @@ def run(parsed: Parsed) -> int:
     command: PlanCommand = parsed.command
     config = command.run
     if not 1 <= command.world_size <= MAX_RANKS:
-        message = f"= {command.world_size:,}, but a plan is made for 1 to {MAX_RANKS:,} ranks."
+        message = f"= {command.world_size:,}, but it must be from 1 to {MAX_RANKS:,}."
         return fail(
             ConfigError(Problem("world_size", message, "Use --world_size 64.")), "ptrain plan"
         )

@@ -178,7 +178,7 @@ def _read_info(root: Path) -> dict[str, Any]:
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise folder_error(
             root,
-            f"meta/info.json has fps = {fps!r}, but a frame rate is a positive number.",
+            f"meta/info.json has fps = {fps!r}, but it must be a positive number.",
             "Correct this value: it is the rate at which the frames were recorded.",
         )
     return info

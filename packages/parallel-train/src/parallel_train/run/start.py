@@ -78,7 +78,10 @@ def decide_job(job: Job, *, world_size: int) -> DecidedJob:
     if named is None and job.resume != "never":
         notes += _mend(files)
         checkpoint, skipped = newest_intact(files.path, verify=job.config.checkpoint.verify)
-        notes += [f"skipped {path}: {reason}" for path, reason in skipped]
+        for path, reason in skipped:
+            # Most reasons begin with the path, or with that of a file in it.
+            where = "" if reason.startswith(str(path)) else f"{path}: "
+            notes.append(f"skipped {where}{reason}")
         # With "auto" an empty folder is a fresh start.
         if checkpoint is None and (skipped or job.resume == "must"):
             raise _nothing_intact(files, notes)
