@@ -100,7 +100,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "breaks off"),
     "cut": (document()[:-30], "breaks off|garbled"),
     "another class": (b"cbuiltins\neval\n(X\x01\x00\x00\x001tR.", "names builtins.eval"),
-    "memo of 32 GB": (b"\x80\x04Nr\xff\xff\xff\x7f.", "something else where a Metadata"),
+    "memo of 32 GB": (b"\x80\x04Nr\xff\xff\xff\x7f.", "breaks off"),
     "text of 4 GB": (b"\x80\x04X\xff\xff\xff\xff.", "breaks off"),
     "long integer": (b"\x80\x04\x8a\xff" + b"\xff" * 255 + b".", "integer of 255 bytes"),
     "no metadata": (pickle.dumps({"a": 1}), "something else where a Metadata belongs"),
@@ -403,6 +403,35 @@ def test_the_machine_makes_plain_values_only() -> None:
         assert dict(read_pickle(data, lambda module, name: False)) == value
     with pytest.raises(MalformedPickle, match=r"names collections\.Counter"):
         read_pickle(pickle.dumps(__import__("collections").Counter()), lambda module, name: False)
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (b"\x80\x04(\x94h\x00.", "breaks off or is garbled"),  # remembers a mark
+        (b"\x80\x04}(K\x01u.", "has a key without a value"),
+        (b"\x80\x04Nq\x05.", "breaks off or is garbled"),  # leaves out numbers
+        (b"\x80\x04N)\x81\x94}\x94(.", "calls something that is not a class"),
+        (b"\x80\x04()\x81\x94}\x94(.", "calls something that is not a class"),
+        (b"\x80\x04NK\x01\x85\x94\x85\x94R\x94.", "calls something that is not a class"),
+        (b"\x80\x04K\x01(K\x02K\x03ub.", "sets items of something that is not a dict"),
+        (b"\x80\x04(}(K\x02K\x03ub.", "changes a _Mark"),
+        (b"\x80\x04K\x01(\x86.", "breaks off or is garbled"),  # takes a mark for a value
+        (b"\x80\x04\x8c\x09abc", "breaks off or is garbled"),
+    ],
+)
+def test_runs_of_opcodes_are_checked_as_each_of_them(document: bytes, words: str) -> None:
+    with pytest.raises(MalformedPickle, match=words):
+        read_pickle(document, lambda module, name: True)
+
+
+def test_every_protocol_of_a_metadata_says_the_same() -> None:
+    """Those before 4 are read opcode by opcode, later ones in runs of them."""
+    for shape in ((), (3,), (4, 3), (2, 3, 4), (1, 2, 3, 4, 5)):
+        whole = pickle.loads(document(shape))
+        found = [parse_metadata(pickle.dumps(whole, number), FOLDER) for number in range(2, 6)]
+        assert found[0].tensors["a"].shape == shape
+        assert found == [found[0]] * 4
 
 
 def test_inspect_and_index_of_what_is_whole(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ class _Parser:
     def __init__(self, document: Mapping[str, Any], folder: Path) -> None:
         self._folder = folder
         self._entries = _text_map(document.get("state_dict_metadata"), "state_dict_metadata")
-        self._stored = _stored_items(document.get("storage_data"))
+        sizes = self._sizes = _Sizes()
+        self._stored = _stored_items(document.get("storage_data"), sizes)
         self._paths = _paths(document.get("planner_data"))
         self._num_chunks = 0
         self._files: dict[str, Path] = {}
@@ -143,7 +144,7 @@ class _Parser:
         fields = _fields(entry, "TensorStorageMetadata")
         shape = _size(fields.get("size"))
         chunks = fields.get("chunks")
-        if not isinstance(chunks, list) or isinstance(chunks, Pairs):
+        if not isinstance(chunks, list):
             raise MalformedPickle(f"does not have a list of chunks for {shown(key)}")
         self._num_chunks += len(chunks)
         if self._num_chunks > MAX_CHUNKS:
@@ -155,9 +156,11 @@ class _Parser:
     def _pieces(self, key: str, shape: tuple[int, ...], chunks: list[Any]) -> Iterator[Piece]:
         # There may be millions of chunks: whatever does not depend on the chunk is done before.
         stored, files, num_dims = self._stored.get(key, {}), self._files, len(shape)
+        known, check = self._sizes.known.get, self._sizes.check
         for chunk in chunks:
             offsets_value, sizes_value = _values(chunk, "ChunkStorageMetadata", _CHUNK)
-            offsets, sizes = _size(offsets_value), _size(sizes_value)
+            offsets = known(id(offsets_value)) or check(offsets_value)
+            sizes = known(id(sizes_value)) or check(sizes_value)
             if len(offsets) != num_dims or len(sizes) != num_dims:
                 raise MalformedPickle(f"has a chunk of other dims than {shown(key)}")
             for offset, size, length in zip(offsets, sizes, shape, strict=True):
@@ -182,37 +185,54 @@ class _Parser:
 
 
 _Info = tuple[str, int, int]
-_CHUNK = ("offsets", "sizes")
-_INDEX = ("fqn", "offset", "index")
-_INFO = ("relative_path", "offset", "length")
+_CHUNK = ["offsets", "sizes"]
+_INDEX = ["fqn", "index", "offset"]
+_INFO = ["relative_path", "offset", "length"]
 
 
-def _stored_items(value: Any) -> dict[str, dict[tuple[int, ...] | None, _Info]]:
+class _Sizes:
+    """Shapes and offsets that were looked at: a document mentions most of them several times."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[int, ...]] = {}
+        """By the identity of the value, which the document keeps alive."""
+
+    def check(self, value: Any) -> tuple[int, ...]:
+        """As `_size`, once for each value."""
+        found = self.known[id(value)] = _size(value)
+        return found
+
+
+def _stored_items(value: Any, sizes: _Sizes) -> dict[str, dict[tuple[int, ...] | None, _Info]]:
     """Where the bytes lie, by key and offset."""
     if not isinstance(value, Pairs):
         raise MalformedPickle("does not have storage_data")
     items: dict[str, dict[tuple[int, ...] | None, _Info]] = {}
+    known, files = sizes.known.get, set[str]()
     for index, info in value:
-        fqn, offset, _ = _values(index, "MetadataIndex", _INDEX)
+        fqn, _, offset = _values(index, "MetadataIndex", _INDEX)
         if type(fqn) is not str or len(fqn) > MAX_NAME:
             raise MalformedPickle("has stored data without a key")
         of_key = items.get(fqn)
         if of_key is None:
             of_key = items[fqn] = {}
-        at = None if offset is None else _size(offset)
+        at = None if offset is None else known(id(offset)) or sizes.check(offset)
         if at in of_key:
             raise MalformedPickle(f"has stored data of {shown(fqn)} twice")
-        of_key[at] = _storage_info(info, fqn)
+        of_key[at] = _storage_info(info, fqn, files)
     return items
 
 
-def _storage_info(value: Any, key: str) -> _Info:
+def _storage_info(value: Any, key: str, files: set[str]) -> _Info:
+    """Where the bytes of a part lie; the names in `files` have been looked at."""
     file, begin, length = _values(value, "_StorageInfo", _INFO)
     # torch leaves the fourth field out unless it has a value.
     if len(value.state) != 3 and _fields(value, "_StorageInfo").get("transform_descriptors"):
         raise MalformedPickle(f"has {shown(key)} compressed or otherwise transformed")
-    if not isinstance(file, str) or not is_file_name(file):
-        raise MalformedPickle(f"has {shown(key)} in {shown(file)}, which is not in the folder")
+    if type(file) is not str or file not in files:
+        if not isinstance(file, str) or not is_file_name(file):
+            raise MalformedPickle(f"has {shown(key)} in {shown(file)}, which is not in the folder")
+        files.add(file)
     if not (is_count(begin) and is_count(length)):
         raise MalformedPickle(f"has {shown(key)} at impossible bytes")
     return file, begin, length
@@ -288,7 +308,7 @@ def _is_made(value: Any, name: str) -> bool:
     return isinstance(value, Made) and value.kind.name == name
 
 
-def _values(value: Any, kind: str, names: tuple[str, ...]) -> list[Any]:
+def _values(value: Any, kind: str, names: list[str]) -> list[Any]:
     """The attributes `names` of an object of the class `kind`, None for one that is missing.
 
     Fast where it has just these, in this order, as torch writes them. Nothing is hashed there: a
@@ -296,10 +316,8 @@ def _values(value: Any, kind: str, names: tuple[str, ...]) -> list[Any]:
     """
     if type(value) is Made and value.kind.name == kind:
         state = value.state
-        if type(state) is Pairs and len(state) == len(names):
-            found = [item for (key, item), name in zip(state, names, strict=True) if key == name]
-            if len(found) == len(names):
-                return found
+        if type(state) is Pairs and state.flat[::2] == names:
+            return state.flat[1::2]
     fields = _fields(value, kind)
     return [fields.get(name) for name in names]
 

@@ -51,8 +51,20 @@ class Persistent:
     id: Any
 
 
-class Pairs(list[tuple[Any, Any]]):
+class Pairs:
     """A dict, as its pairs in order: keys are hashed only once they are known to be strings."""
+
+    __slots__ = ("flat",)
+
+    def __init__(self, flat: list[Any]) -> None:
+        self.flat = flat
+        """Key, value, key, value: a tuple for each of millions of pairs would cost time."""
+
+    def __len__(self) -> int:
+        return len(self.flat) // 2
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return zip(self.flat[::2], self.flat[1::2], strict=True)
 
 
 def read_pickle(data: bytes, is_allowed: Callable[[str, str], bool]) -> Any:
@@ -102,45 +114,88 @@ class _Machine:
         self.at = 0
         self._is_allowed = is_allowed
         self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._marks: list[int] = []
+        """Where the marks lie on the stack."""
+        self._memo: list[Any] = []
 
     def run(self) -> Any:
-        steps, data, stack, memo = self._steps(), self.data, self._stack, self._memo
-        at = 0
-        # The opcodes that make up nine tenths of a large document are read right here, in the
-        # order of how often they come: a call for each would double the time. All that they
-        # need from outside are local names.
-        for _ in range(MAX_OPCODES):
-            code = data[at]
-            at += 1
-            if code == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
-                continue
-            if code == _LONG_BINGET:
-                stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
-                at += 4
-            elif code == _BINGET:
-                stack.append(memo[data[at]])
-                at += 1
-            elif code == _BININT1:
-                stack.append(data[at])
-                at += 1
-            elif code == _BININT2:
-                stack.append(data[at] | data[at + 1] << 8)
-                at += 2
-            else:
-                if code == _STOP:
-                    self.at = at
-                    return self._pop()
-                step = steps.get(code)
-                if step is None:
-                    raise MalformedPickle(f"uses opcode {bytes([code])!r} at byte {at - 1}")
-                self.at = at
-                step()
-                at = self.at
+        steps, stack = self._steps(), self._stack
+        for _ in range(MAX_OPCODES // _BATCH):
+            if self._run_some(steps):
+                return self._pop()
             if len(stack) > MAX_STACK:
                 break
         raise MalformedPickle(f"has more than {MAX_OPCODES} opcodes or {MAX_STACK} open values")
+
+    def _run_some(self, steps: Mapping[int, Callable[[], None]]) -> bool:
+        """Take up to `_BATCH` steps; whether the document has ended.
+
+        The opcodes that make up nine tenths of a large document are read right here, in the order
+        of how often they come, and so are the runs of opcodes that torch's documents repeat for
+        each object. A call for each opcode takes four times as long.
+        """
+        data, at, stack, memo, marks = self.data, self.at, self._stack, self._memo, self._marks
+        push = stack.append
+        for _ in range(_BATCH):
+            code = data[at]
+            at += 1
+            if code == _LONG_BINGET:
+                push(memo[_U4(data, at)[0]])
+                at += 4
+            elif code == _BINGET:
+                push(memo[data[at]])
+                at += 1
+            elif code == _EMPTY_TUPLE and data.startswith(_NEW_WITH_DICT, at):
+                made = Made(_a_class(stack.pop(), at), (), None, None)
+                pairs = Pairs([])
+                memo += (made, pairs)
+                marks.append(len(stack) + 2)
+                stack += (made, pairs, _MARK)
+                at += len(_NEW_WITH_DICT)
+            elif code == _SETITEMS and data[at] == _BUILD and self._has_new_dict():
+                first = marks.pop() + 1
+                made, pairs = stack[first - 3 : first - 1]
+                pairs.flat = stack[first:]
+                made.state = pairs
+                del stack[first - 2 :]
+                at += 1
+            elif code == _SHORT_BINUNICODE:
+                end = at + 1 + data[at]
+                push(data[at + 1 : end].decode())
+                at = end  # beyond the end of the data the next look at it says so
+            elif code == _BININT1:
+                push(data[at])
+                at += 1
+            elif code == _BININT2:
+                push(data[at] | data[at + 1] << 8)
+                at += 2
+            elif code == _BININT:
+                push(_I4(data, at)[0])
+                at += 4
+            elif code == _MEMOIZE:
+                memo.append(self._last())
+            else:
+                self.at = at
+                if code == _STOP:
+                    return True
+                step = steps.get(code)
+                if step is None:
+                    raise MalformedPickle(f"uses opcode {bytes([code])!r} at byte {at - 1}")
+                step()
+                at = self.at
+        self.at = at
+        return False
+
+    def _has_new_dict(self) -> bool:
+        """Whether an object, its empty state, a mark and whole pairs lie on top of the stack."""
+        stack, mark = self._stack, self._marks[-1]
+        return (
+            mark >= 2
+            and type(stack[mark - 1]) is Pairs
+            and not stack[mark - 1].flat
+            and type(stack[mark - 2]) is Made
+            and (len(stack) - mark) % 2 == 1
+        )
 
     def _steps(self) -> dict[int, Callable[[], None]]:
         return {code: getattr(self, name) for code, name in _STEPS.items()}
@@ -167,14 +222,18 @@ class _Machine:
             raise IndexError
         return value
 
+    def _last(self) -> Any:
+        value = self._stack[-1]
+        if value is _MARK:  # which only `mark` puts on the stack
+            raise IndexError
+        return value
+
     def _pop_to_mark(self) -> list[Any]:
-        stack = self._stack
-        for index in range(len(stack) - 1, -1, -1):
-            if stack[index] is _MARK:
-                values = stack[index + 1 :]
-                del stack[index:]
-                return values
-        raise IndexError
+        # The mark is there still: nothing else takes it off.
+        index = self._marks.pop()
+        values = self._stack[index + 1 :]
+        del self._stack[index:]
+        return values
 
     def _top(self, kind: type[Any]) -> Any:
         value = self._stack[-1]
@@ -221,9 +280,6 @@ class _Machine:
     def binfloat(self) -> None:
         self._stack.append(self._number(">d"))
 
-    def short_binunicode(self) -> None:
-        self._stack.append(self._take(self._take(1)[0]).decode())
-
     def binunicode(self) -> None:
         self._stack.append(self._take(self._number("<I")).decode())
 
@@ -231,49 +287,71 @@ class _Machine:
         self._stack.append([])
 
     def empty_dict(self) -> None:
-        self._stack.append(Pairs())
+        self._stack.append(Pairs([]))
 
     def empty_tuple(self) -> None:
         self._stack.append(())
 
     def mark(self) -> None:
+        self._marks.append(len(self._stack))
         self._stack.append(_MARK)
 
     def tuple(self) -> None:
-        self._stack.append(tuple(self._pop_to_mark()))
+        self._push_tuple(tuple(self._pop_to_mark()))
 
     def tuple1(self) -> None:
-        self._stack.append((self._pop(),))
+        self._push_tuple((self._pop(),))
 
     def tuple2(self) -> None:
         second, first = self._pop(), self._pop()
-        self._stack.append((first, second))
+        self._push_tuple((first, second))
 
     def tuple3(self) -> None:
         third, second, first = self._pop(), self._pop(), self._pop()
-        self._stack.append((first, second, third))
+        self._push_tuple((first, second, third))
+
+    def _push_tuple(self, value: Any) -> None:
+        # What is named `tuple` in this class is the opcode.
+        if not self.data.startswith(_CALLED, self.at):
+            self._stack.append(value)
+            return
+        self.at += len(_CALLED)
+        args = (value,)
+        made = Made(_a_class(self._pop(), self.at), args, None, None)
+        self._memo += (value, args, made)
+        self._stack.append(made)
 
     def append(self) -> None:
         value = self._pop()
-        self._plain_list().append(value)
+        self._top(list).append(value)
 
     def appends(self) -> None:
         values = self._pop_to_mark()
-        self._plain_list().extend(values)
+        self._top(list).extend(values)
 
     def setitem(self) -> None:
         value, key = self._pop(), self._pop()
-        self._pairs().append((key, value))
+        self._pairs().flat.extend((key, value))
 
     def setitems(self) -> None:
         values = self._pop_to_mark()
-        self._pairs().extend(zip(values[::2], values[1::2], strict=False))
+        if len(values) % 2:
+            raise MalformedPickle(f"has a key without a value at byte {self.at - 1}")
+        self._pairs().flat.extend(values)
 
     def binput(self) -> None:
-        self._memo[self._take(1)[0]] = self._stack[-1]
+        self._put(self._take(1)[0])
 
     def long_binput(self) -> None:
-        self._memo[self._number("<I")] = self._stack[-1]
+        self._put(self._number("<I"))
+
+    def _put(self, index: int) -> None:
+        # Every writer numbers them one after the other.
+        memo = self._memo
+        if index == len(memo):
+            memo.append(self._last())
+        else:
+            memo[index] = self._last()
 
     def named_global(self) -> None:
         self._push_global(self._line(), self._line())
@@ -284,9 +362,9 @@ class _Machine:
 
     def make(self) -> None:
         args, kind = self._pop(), self._pop()
-        if not (isinstance(kind, Global) and isinstance(args, tuple)):
-            raise MalformedPickle(f"calls something that is not a class at byte {self.at - 1}")
-        self._stack.append(Made(kind, args))
+        if not isinstance(args, tuple):
+            raise MalformedPickle(f"calls a class without arguments at byte {self.at - 1}")
+        self._stack.append(Made(_a_class(kind, self.at), args, None, None))
 
     def build(self) -> None:
         state = self._pop()
@@ -295,16 +373,10 @@ class _Machine:
     def binpersid(self) -> None:
         self._stack.append(Persistent(self._pop()))
 
-    def _plain_list(self) -> list[Any]:
-        target = self._top(list)
-        if isinstance(target, Pairs):
-            raise MalformedPickle(f"appends to a dict at byte {self.at - 1}")
-        return target  # type: ignore[no-any-return]
-
     def _pairs(self) -> Pairs:
         target = self._stack[-1]
         if isinstance(target, Made):
-            target.items = target.items if target.items is not None else Pairs()
+            target.items = target.items if target.items is not None else Pairs([])
             target = target.items
         if not isinstance(target, Pairs):
             raise MalformedPickle(
@@ -313,12 +385,31 @@ class _Machine:
         return target
 
 
+def _a_class(value: Any, at: int) -> Global:
+    if type(value) is not Global:
+        raise MalformedPickle(f"calls something that is not a class at byte {at - 1}")
+    return value
+
+
+_BATCH = 1000
+"""Steps between two looks at how many values are open."""
+_I4 = struct.Struct("<i").unpack_from
+_U4 = struct.Struct("<I").unpack_from
 _STOP = ord(".")
 _MEMOIZE = 0x94
 _BINGET = ord("h")
 _LONG_BINGET = ord("j")
 _BININT1 = ord("K")
 _BININT2 = ord("M")
+_BININT = ord("J")
+_EMPTY_TUPLE = ord(")")
+_NEW_WITH_DICT = b"\x81\x94}\x94("
+"""After an empty tuple: a new object, remembered; its state, a dict, remembered; a mark."""
+_CALLED = b"\x94\x85\x94R\x94"
+"""After a tuple: it is remembered, is the one argument of a call, and so are both."""
+_SETITEMS = ord("u")
+_BUILD = ord("b")
+_SHORT_BINUNICODE = 0x8C
 _STEPS: Mapping[int, str] = {
     0x80: "proto",
     0x95: "frame",
@@ -328,7 +419,6 @@ _STEPS: Mapping[int, str] = {
     ord("J"): "binint",
     0x8A: "long1",
     ord("G"): "binfloat",
-    0x8C: "short_binunicode",
     ord("X"): "binunicode",
     ord("]"): "empty_list",
     ord("}"): "empty_dict",
