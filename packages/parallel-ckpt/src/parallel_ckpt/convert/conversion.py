@@ -11,16 +11,17 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 from parallel_ckpt.convert.cast import Dtype
 from parallel_ckpt.convert.plan import OutputFile, index_of, plan_files
+from parallel_ckpt.convert.result import ConvertResult
 from parallel_ckpt.convert.source import ConversionSource, find_source
 from parallel_ckpt.convert.stream import Tick, read_back, write_files
-from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint, printable
+from parallel_ckpt.errors import CheckpointError, DamagedCheckpoint
 from parallel_ckpt.formats.dcp import read_dcp
 from parallel_ckpt.formats.dtypes import SAFETENSORS_BY_TORCH
 from parallel_ckpt.formats.hashing import FileRecord, hash_file, hashed_file
@@ -41,58 +42,11 @@ from parallel_ckpt.store.manifest import Manifest, read_manifest
 from parallel_ckpt.store.workspace import clear, temporary_folder
 from parallel_config import CheckpointFormat, ConfigError, Problem
 from parallel_config.checkpoint import parse_size
-from parallel_config.errors import counted
 
 Progress = Callable[[int, int], None]
 """Is called with the bytes done and the bytes in all."""
 _CONFIG = "config.json"
 _TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-MAX_LISTED = 5
-
-
-@dataclass(frozen=True)
-class ConvertResult:
-    """What was written."""
-
-    path: Path
-    """The folder that holds the weights now."""
-    files: Mapping[str, int]
-    """Bytes of each file of weights, by name."""
-    num_tensors: int
-    dtypes: Mapping[str, int]
-    """Number of tensors by dtype."""
-    left_out: tuple[str, ...]
-    """Keys of the source that are not weights."""
-    deleted: tuple[Path, ...]
-    """Files of the source that were removed, as asked."""
-    cleared: tuple[Path, ...]
-    """Folders of conversions to the same place that had not finished; they were removed first."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all files of weights together."""
-        return sum(self.files.values())
-
-    def render(self) -> str:
-        """Lines for people."""
-        dtypes = ", ".join(f"{count} x {dtype}" for dtype, count in sorted(self.dtypes.items()))
-        lines = [
-            f"{self.path}: {counted(self.num_tensors, 'tensor')} ({dtypes}), "
-            f"{self.num_bytes:,} bytes in {counted(len(self.files), 'file')}, "
-            "read back and compared"
-        ]
-        if self.left_out:
-            keys = ", ".join(key[:80] for key in self.left_out[:MAX_LISTED])
-            more = f" and {len(self.left_out) - MAX_LISTED} more" * (
-                len(self.left_out) > MAX_LISTED
-            )
-            lines.append(f"  left out, because they are not weights: {keys}{more}")
-        if self.deleted:
-            lines.append(
-                f"  removed {counted(len(self.deleted), 'file')} of {self.deleted[0].parent}"
-            )
-        lines += [f"  removed {path}, which a conversion left" for path in self.cleared]
-        return printable("\n".join(lines))
 
 
 def convert(
