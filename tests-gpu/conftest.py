@@ -13,7 +13,9 @@ import torch
 from parallel_testing.ranks import preload
 
 # Imported once by the ranks' forkserver instead of by every rank anew.
-preload("torch._dynamo", "torch.distributed.fsdp", "parallel_engine")
+preload(
+    "parallel_engine", "parallel_ckpt.save.saver", "parallel_ckpt.load.resume", "parallel_publish"
+)
 
 RANKS_ON_CPU = 4
 KINDS_NEED = 4

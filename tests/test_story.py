@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from parallel_train.run.folder import default_output_dir
 
 
 def wait_for(condition, process, timeout_s=120):
@@ -115,6 +118,18 @@ def test_an_occupied_folder_is_not_touched(ptrain, small):
     assert "does not hold an intact checkpoint" in ptrain(
         "train", *small, "--output_dir", "other", "--resume", "must", code=2
     )
+
+
+def test_runs_that_start_in_the_same_second_get_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [default_output_dir("my.module:Policy") for _ in range(5)]
+    assert len({*names}) == 5
+    assert all(Path(name).is_dir() and "_Policy" in name for name in names)
+
+
+def test_a_refused_run_leaves_no_folder(ptrain):
+    ptrain("train", "--dataset.root", "nowhere", code=2)
+    assert list(ptrain.folder.iterdir()) == []
 
 
 def test_what_inspect_says(ptrain, small):

@@ -3,4 +3,4 @@
 from parallel_testing.leaks import no_leaks  # noqa: F401
 from parallel_testing.ranks import preload
 
-preload("torch._dynamo", "torch.distributed.fsdp", "parallel_engine")
+preload("parallel_engine")

@@ -8,7 +8,7 @@ from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_testing.leaks import no_leaks  # noqa: F401
 from parallel_testing.ranks import preload
 
-preload("torch.distributed.fsdp", "parallel_publish.publishing")
+preload("parallel_publish.publishing")
 
 
 def pytest_configure(config):

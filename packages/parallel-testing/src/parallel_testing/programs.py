@@ -25,9 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel_config.environment import without_launch
-from parallel_testing.ranks import free_port, launch_variables, preload, preloaded
-
-preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint")
+from parallel_testing.ranks import free_port, launch_variables, preloaded
 
 _GRACE_S = 20.0
 """How long the other ranks may go on after one of them has failed."""

@@ -35,7 +35,27 @@ T = TypeVar("T")
 
 GLOO_TIMEOUT_S = 30.0
 """gloo finds a rank that does not join a collective only by this deadline, and not before."""
-_preloaded = ["torch", "torch.distributed", "accelerate", "parallel_testing.ranks"]
+_preloaded = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    # FSDP2's hooks and every optimizer import it at their first call.
+    "torch._dynamo",
+    "accelerate",
+    # Test modules import it, and a rank imports its test module.
+    "pytest",
+    # Of programs: together they take longer than all of our own modules.
+    "pyarrow.parquet",
+    "rich.console",
+    "safetensors.torch",
+    "tyro",
+    "yaml",
+    "parallel_testing.ranks",
+]
+"""Only what reads no environment variable of ours at its import: the environment comes later."""
 
 
 def preload(*modules: str) -> None:

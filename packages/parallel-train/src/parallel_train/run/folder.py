@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -116,6 +119,27 @@ class RunFiles:
 
 
 def default_output_dir(policy: str) -> str:
-    """`outputs/<time>_<policy>`: a new folder for a run that was given none."""
+    """Make `outputs/<time>_<policy>`, or `..._2` and so on: a folder for a run that was given none.
+
+    Runs that start in the same second get a folder each: only one process can make a folder. It
+    goes again at the end of the process where nothing was written into it.
+    """
     name = policy.rpartition(":")[2] or policy
-    return f"outputs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
+    first = f"outputs/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{name}"
+    path = first
+    for count in itertools.count(2):
+        try:
+            Path(path).mkdir(parents=True)
+        except FileExistsError:
+            path = f"{first}_{count}"
+            continue
+        except OSError:  # the run names the folder that it cannot write to
+            return path
+        atexit.register(_remove_empty, path)
+        return path
+    raise AssertionError("the names never end")
+
+
+def _remove_empty(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.removedirs(path)  # it is relative, so that nothing above `outputs` goes
