@@ -36,8 +36,8 @@ CPU = {
     "HF_HUB_DISABLE_XET": "1",
     "HF_HUB_OFFLINE": "",
 }
-TWO_AT_ONCE = ("-q", "-n", "2", "--dist", "loadfile")
-"""Most tests wait for processes to start. The tests of a file stay together, for its fixtures."""
+SIDE_BY_SIDE = ("-q", "-n", "3", "--dist", "loadfile")
+"""Tests wait for processes: three keep two cores busy. A file stays together, for its fixtures."""
 
 nox.options.sessions = ["lint", "types", "build", "tests", "product", "cpu4", "docs"]
 
@@ -129,7 +129,7 @@ def tests(session: nox.Session, package: str) -> None:
     tools += [] if package == "parallel-config" else ["parallel-testing"]
     session.install(*wheels, f"{package}{EXTRAS.get(package, '')}", *tools)
     session.run_install("uv", "pip", "check", env={"VIRTUAL_ENV": session.virtualenv.location})
-    session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
+    session.run("pytest", *SIDE_BY_SIDE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
 @nox.session(venv_backend="none")
@@ -137,7 +137,7 @@ def product(session: nox.Session) -> None:
     """The whole product: arrows, import budget, command line, README commands, examples."""
     _workspace(session)
     suites = ["tests", "packages/parallel-testing/tests"]
-    _run(session, "pytest", *TWO_AT_ONCE, *suites, *session.posargs, env=CPU)
+    _run(session, "pytest", *SIDE_BY_SIDE, *suites, *session.posargs, env=CPU)
 
 
 @nox.session(venv_backend="none")
@@ -153,7 +153,7 @@ def long(session: nox.Session) -> None:
     """What `product` runs in a short form, in full: every page as typed, a hundred updates."""
     _workspace(session)
     suites = session.posargs or ["tests/test_guide.py", "tests/test_numbers.py"]
-    _run(session, "pytest", *TWO_AT_ONCE, *suites, env={**CPU, "PARALLEL_LONG": "1"})
+    _run(session, "pytest", *SIDE_BY_SIDE, *suites, env={**CPU, "PARALLEL_LONG": "1"})
 
 
 @nox.session(venv_backend="none")
@@ -188,7 +188,7 @@ def lowest(session: nox.Session) -> None:
         # Without an upgrade, newer versions from the suite before would stay.
         lowest = ["--upgrade", "--resolution", "lowest-direct"]
         session.install(*lowest, "-e", f"packages/{package}{extras}", *tools)
-        session.run("pytest", *TWO_AT_ONCE, f"packages/{package}/tests", *session.posargs, env=CPU)
+        session.run("pytest", *SIDE_BY_SIDE, f"packages/{package}/tests", *session.posargs, env=CPU)
 
 
 @nox.session(venv_backend="none")

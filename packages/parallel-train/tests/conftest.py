@@ -1,6 +1,8 @@
 """Shared by the suite: a test that leaves something behind fails."""
 
 import signal
+import sys
+from pathlib import Path
 
 from parallel_testing.leaks import no_leaks  # noqa: F401
 
@@ -12,3 +14,6 @@ for number, usual in (
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+sys.path.append(str(Path(__file__).parent))  # tests import `launches` by its name
+from launches import start, train  # noqa: E402, F401

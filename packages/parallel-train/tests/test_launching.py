@@ -1,161 +1,28 @@
-"""Starting, stopping and restarting runs as people and schedulers do: real processes throughout."""
+"""However a run is launched, and however often it is stopped: the same bytes at the end."""
 
-import contextlib
-import json
 import os
 import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
 
-from parallel_ckpt import newest_intact
-from parallel_config.environment import without_launch
-
-TIMEOUT_S = 150
-STEPS = 80
-SMALL = shlex.split(
-    "--policy.dim_model 32 --policy.dim_feedforward 64 --policy.n_vae_layers 1 "
-    "--dataset.episodes 0 1 --batch_size 4 --seed 3 --log_freq 1000"
+from launches import (
+    FLAGS,
+    MAIN,
+    PTRAIN,
+    SMALL,
+    STEPS,
+    TORCHRUN,
+    Process,
+    rows,
+    steps_saved,
+    weights,
 )
-FLAGS = [*SMALL, "--steps", STEPS, "--checkpoint.save_freq", "10", "--resume", "auto"]
-ENDLESS = [*SMALL, "--steps", "1000000", "--checkpoint.save_freq", "0", "--resume", "auto"]
-MAIN = "from parallel_train.__main__ import main; main()"
-PTRAIN = [sys.executable, "-m", "parallel_train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-class Process:
-    """A command in a folder, with what it printed, and an end whatever happens."""
-
-    def __init__(self, folder, *words, **environ):
-        self.folder = folder
-        self._log = (folder / f"log-{time.monotonic_ns()}").open("w+b")
-        self.popen = subprocess.Popen(
-            [str(word) for word in words],
-            cwd=folder,
-            env={
-                **without_launch(os.environ),
-                "OMP_NUM_THREADS": "1",
-                "PARALLEL_DEVICE": "cpu",
-                **{name: str(value) for name, value in environ.items()},
-            },
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
-
-    @property
-    def text(self):
-        return Path(self._log.name).read_text(errors="replace")
-
-    def end(self, timeout_s=TIMEOUT_S):
-        """Exit code."""
-        return self.popen.wait(timeout_s)
-
-    def wait_for(self, condition):
-        deadline = time.monotonic() + TIMEOUT_S
-        while not condition():
-            assert self.popen.poll() is None, self.text
-            assert time.monotonic() < deadline, f"waited too long\n{self.text}"
-            time.sleep(0.005)
-
-    def wait_for_step(self, step, run="run"):
-        self.wait_for(lambda: len(rows(self.folder / run)) >= step)
-
-    def wait_for_text(self, text):
-        self.wait_for(lambda: text in self.text)
-
-    @property
-    def ranks(self):
-        """Process ids of the ranks, by rank; their loader workers come after them."""
-        found = {}
-        for pid in reversed(descendants(self.popen.pid)):
-            environ = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-            rank = dict(line.split("=", 1) for line in environ if "=" in line).get("RANK")
-            if rank is not None:
-                found[int(rank)] = pid
-        return found
-
-    def clean_up(self):
-        for pid in [*descendants(self.popen.pid), self.popen.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.popen.wait()
-        self._log.close()
-
-
-def children(pid):
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(c) for task in tasks for c in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return []
-
-
-def descendants(pid):
-    below = children(pid)
-    return [*below, *(further for child in below for further in descendants(child))]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids, within_s=20):
-    deadline = time.monotonic() + within_s
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.05)
-
-
-def rows(run):
-    path = run / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def weights(run, step=STEPS):
-    return (run / f"checkpoints/{step:06d}/pretrained_model/model.safetensors").read_bytes()
-
-
-def steps_saved(run):
-    return sorted(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdigit())
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Start a command in the test's folder; whatever still runs at the end is killed."""
-    started = []
-
-    def begin(*words, **environ):
-        started.append(Process(tmp_path, *words, **environ))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.clean_up()
-
-
-@pytest.fixture
-def train(start):
-    """Start `ptrain train` into the folder `run`."""
-    return lambda *flags, **environ: start(
-        *PTRAIN, "train", "--output_dir", "run", *flags, **environ
-    )
+from parallel_testing.ranks import free_port
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +38,6 @@ def undisturbed(tmp_path_factory):
         process.clean_up()
     assert steps_saved(folder / "run") == list(range(10, STEPS + 1, 10))
     return folder / "run"
-
-
-# --- ways to start -------------------------------------------------------------------------------
 
 
 def test_torchrun_and_our_launcher_train_the_same_bytes(start, undisturbed, tmp_path):
@@ -298,9 +162,6 @@ def test_the_slurm_script_of_the_guide_saves_requeues_and_finishes(
     assert weights(tmp_path / "run") == weights(undisturbed)
 
 
-# --- ranks that die ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_agents", [1, 2])
 def test_a_restarted_worker_ends_with_the_bytes_of_an_undisturbed_run(
     start, undisturbed, tmp_path, num_agents
@@ -330,49 +191,6 @@ def test_a_restarted_worker_ends_with_the_bytes_of_an_undisturbed_run(
     assert weights(tmp_path / "run") == weights(undisturbed)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_ends_all_and_is_named(train, rank):
-    process = train(*ENDLESS, "--nproc_per_node", 2)
-    process.wait_for_step(5)
-    ranks = process.ranks
-    os.kill(ranks[rank], signal.SIGKILL)
-    killed = time.monotonic()
-    assert process.end(60) == 1
-    assert time.monotonic() - killed < 30
-    wait_until_gone(ranks.values(), 0.1)
-    assert f"rank {rank} (process {ranks[rank]}) was ended by SIGKILL first" in process.text
-    assert f"ptrain: rank {1 - rank} leaves: rank {rank} " in process.text
-    assert "Traceback" not in process.text
-
-
-def test_ranks_wait_for_one_another_for_timeout_s(train):
-    process = train(*ENDLESS, "--nproc_per_node", 2, "--timeout_s", 4)
-    process.wait_for_step(3)
-    stopped = process.ranks[1]
-    os.kill(stopped, signal.SIGSTOP)
-    process.wait_for_text("rank 0 failed: RuntimeError")
-    os.kill(stopped, signal.SIGCONT)  # or the launcher waits for it for a minute
-    assert process.end(60) == 1
-    assert "Timed out waiting 4000ms" in process.text
-    refused = train(*ENDLESS, "--timeout_s", 0)
-    assert refused.end() == 2
-    assert "--timeout_s = 0.0, but it must be a number of seconds above 0. Use 600." in refused.text
-
-
-def test_ranks_of_a_killed_launcher_save_and_leave(train, tmp_path):
-    """Its ranks see that it is gone, save together and leave: no orphan keeps the machine."""
-    process = train(*ENDLESS, "--nproc_per_node", 2, "--dataset.num_workers", 1)
-    process.wait_for_step(5)
-    pids = descendants(process.popen.pid)
-    assert len(pids) >= 4  # two ranks, a loader worker each
-    process.popen.kill()
-    wait_until_gone(pids, 30)
-    assert steps_saved(tmp_path / "run") == [rows(tmp_path / "run")[-1]["step"]]
-
-
-# --- signals -------------------------------------------------------------------------------------
-
-
 def test_a_signal_saves_once_and_the_requeued_job_goes_on(train, undisturbed, tmp_path):
     """Stopped twice, at whatever update: first by SIGTERM to one rank, then by SIGUSR1."""
     flags = [*FLAGS, "--checkpoint.save_freq", "0", "--nproc_per_node", 2]
@@ -390,90 +208,3 @@ def test_a_signal_saves_once_and_the_requeued_job_goes_on(train, undisturbed, tm
     assert f"(step {saved[-1]})" in again.text
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, STEPS + 1))
     assert weights(tmp_path / "run") == weights(undisturbed)
-
-
-def test_a_signal_that_reaches_launcher_and_ranks_alike_is_one_request(train, tmp_path):
-    """Schedulers signal every process of a job, and the launcher passes its own on."""
-    process = train(*ENDLESS, "--nproc_per_node", 2, "--dataset.num_workers", 1)
-    process.wait_for_step(5)
-    for pid in [*descendants(process.popen.pid), process.popen.pid]:
-        os.kill(pid, signal.SIGTERM)
-    assert process.end(60) == 75, process.text
-    assert len(steps_saved(tmp_path / "run")) == 1
-    assert "Traceback" not in process.text
-
-
-def test_a_second_signal_stops_at_once_and_harms_nothing(train, tmp_path):
-    process = train(*ENDLESS, "--checkpoint.save_freq", 5, "--nproc_per_node", 2)
-    process.wait_for(lambda: (tmp_path / "run/checkpoints/last").exists())
-    ranks = process.ranks
-    for pid in ranks.values():  # as if deep in a computation: the first signal finds no answer
-        os.kill(pid, signal.SIGSTOP)
-    process.popen.terminate()
-    process.wait_for_text("SIGTERM: saving, then exiting; send it again to stop at once")
-    time.sleep(2.1)
-    process.popen.terminate()
-    assert process.end(10) == 128 + signal.SIGTERM, process.text
-    wait_until_gone(ranks.values(), 1)
-    newest, skipped = newest_intact(tmp_path / "run")
-    assert newest == tmp_path / f"run/checkpoints/{steps_saved(tmp_path / 'run')[-1]:06d}"
-    assert not skipped
-
-
-def test_a_signal_during_a_save_lets_it_finish(train, tmp_path):
-    process = train(
-        *ENDLESS, "--checkpoint.save_freq", 1, "--checkpoint.keep_last", 3, "--nproc_per_node", 2,
-    )  # fmt: skip
-    folder = tmp_path / "run/checkpoints"
-    process.wait_for(lambda: any(path.name.startswith(".0") for path in folder.glob(".*.tmp-*")))
-    process.popen.terminate()
-    assert process.end(90) == 75, process.text
-    newest, skipped = newest_intact(tmp_path / "run")
-    assert newest == folder / f"{rows(tmp_path / 'run')[-1]['step']:06d}"
-    assert not skipped
-    assert not list(folder.glob(".*"))
-
-
-def test_ranks_that_do_not_leave_within_the_grace_are_killed_and_named(train):
-    process = train(*ENDLESS, "--nproc_per_node", 2, "--grace_s", 1)
-    process.wait_for_step(2)
-    os.kill(process.ranks[1], signal.SIGSTOP)
-    process.popen.send_signal(signal.SIGUSR1)
-    assert process.end(20) == 128 + signal.SIGUSR1, process.text
-    assert "ranks [0, 1] did not leave within --grace_s 1 after SIGUSR1" in process.text
-
-
-def test_a_signal_while_ranks_start_ends_the_run_as_preempted(train, tmp_path):
-    """Before torch is imported, even: nothing is lost, and 75 says so."""
-    process = train(*ENDLESS, "--nproc_per_node", 2, "--grace_s", 120)
-    process.wait_for(lambda: len(process.ranks) == 2)
-    process.popen.send_signal(signal.SIGUSR1)
-    assert process.end() == 75, process.text
-    assert "stopped on request before the first update" in process.text
-    assert not rows(tmp_path / "run")
-
-
-def test_one_process_answers_signals_by_itself(train, tmp_path):
-    process = train(*ENDLESS, "--dataset.num_workers", 1)
-    process.wait_for_step(5)
-    process.popen.send_signal(signal.SIGINT)
-    assert process.end(60) == 75, process.text
-    assert "SIGINT: saving at the end of this update" in process.text
-    assert steps_saved(tmp_path / "run") == [rows(tmp_path / "run")[-1]["step"]]
-
-
-def test_under_torchrun_the_agent_exits_with_1_after_the_ranks_have_saved(start, tmp_path):
-    """As documented: SIGUSR1 needs naming, and the agent has no exit code for a stopped run."""
-    time_to_save = ["--shutdown-timeout", 60]  # torch 2.11 has no such flag, and gives 30 s
-    if time_to_save[0] not in get_args_parser().format_help():
-        time_to_save = []
-    process = start(
-        *TORCHRUN, "--standalone", "--nproc-per-node", 2,
-        "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", *time_to_save,
-        "-m", "parallel_train", "train", "--output_dir", "run", *ENDLESS,
-    )  # fmt: skip
-    process.wait_for_step(5)
-    process.popen.send_signal(signal.SIGUSR1)
-    assert process.end(60) == 1
-    assert "stopped on request, checkpoint written" in process.text
-    assert steps_saved(tmp_path / "run") == [rows(tmp_path / "run")[-1]["step"]]
