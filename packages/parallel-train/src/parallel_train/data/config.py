@@ -15,6 +15,102 @@ EMBEDDED_ROOT = Path(__file__).parent.parent / "assets" / "metaworld_mini"
 """The dataset that ships in the package."""
 
 
+Range = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTransformsConfig:
+    """Random changes of the pictures that are trained on, with LeRobot's defaults. Held-out
+    pictures are never changed.
+    """
+
+    enable: bool = False
+    """Change the pictures. What is drawn for a sample depends on the seed and on the sample's place
+    in the order of training, not on ranks or workers."""
+    max_num_transforms: int = 3
+    """How many of the transforms below each picture gets."""
+    random_order: bool = False
+    """Apply them in a random order, not in the order of the fields."""
+    brightness: Range | None = (0.8, 1.2)
+    """Factors to draw from; 1 changes nothing. None leaves this transform out."""
+    contrast: Range | None = (0.8, 1.2)
+    """Factors to draw from; None leaves it out."""
+    saturation: Range | None = (0.5, 1.5)
+    """Factors to draw from; None leaves it out."""
+    hue: Range | None = (-0.05, 0.05)
+    """Shifts to draw from, as parts of the circle of hues: -0.5 to 0.5. None leaves it out."""
+    sharpness: Range | None = (0.5, 1.5)
+    """Factors to draw from; None leaves it out."""
+    affine: Range | None = (-5.0, 5.0)
+    """Degrees to rotate by, together with the shift of `translate`; None leaves both out."""
+    translate: Range = (0.05, 0.05)
+    """Largest shift across and down, as parts of the picture's width and height."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """How often a transform is chosen beside the others, by its name; 1 for those not named."""
+
+    def __post_init__(self) -> None:
+        report(self._problems())
+
+    @property
+    def ranges(self) -> dict[str, Range]:
+        """Of the transforms that are not left out, by name, in the order of application."""
+        found = {name: getattr(self, name) for name in _LIMITS}
+        return {name: limits for name, limits in found.items() if limits is not None}
+
+    def _problems(self) -> Iterator[Problem]:
+        for name, (low, high) in self.ranges.items():
+            least, most, usual = _LIMITS[name]
+            if not least <= low <= high <= most:
+                yield _problem(
+                    name,
+                    f"= {low:g} {high:g}, but it must be two numbers from {least:g} to {most:g}, "
+                    "the smaller first.",
+                    usual,
+                )
+        if not all(0 <= share <= 1 for share in self.translate):
+            across, down = self.translate
+            yield _problem(
+                "translate",
+                f"= {across:g} {down:g}, but it must be two numbers from 0 to 1.",
+                "0.05 0.05",
+            )
+        for name, weight in self.weights.items():
+            if name not in _LIMITS:
+                known = ", ".join(_LIMITS)
+                yield _problem(
+                    "weights", f"names {name!r}, but the transforms are {known}.", "hue=0.5"
+                )
+            elif not 0 <= weight < math.inf:
+                yield _problem(
+                    "weights", f"{name} = {weight}, but it must be at least 0.", f"{name}=1"
+                )
+        usable = [name for name in self.ranges if self.weights.get(name, 1.0) > 0]
+        if self.enable and not 1 <= self.max_num_transforms <= len(usable):
+            yield _problem(
+                "max_num_transforms",
+                f"= {self.max_num_transforms}, but {len(usable)} transform(s) are in use, and it "
+                f"must be from 1 to that number.",
+                str(min(3, max(1, len(usable)))),
+            )
+
+
+_LIMITS = {
+    # Factors below 0 would turn a picture's values around; beyond these, nothing is to be seen.
+    "brightness": (0.0, 100.0, "0.8 1.2"),
+    "contrast": (0.0, 100.0, "0.8 1.2"),
+    "saturation": (0.0, 100.0, "0.5 1.5"),
+    "hue": (-0.5, 0.5, "-0.05 0.05"),
+    "sharpness": (0.0, 100.0, "0.5 1.5"),
+    "affine": (-180.0, 180.0, "-5 5"),
+}
+"""Transforms in the order of their application: smallest and largest number, and a usual range."""
+
+
+def _problem(name: str, message: str, usual: str) -> Problem:
+    path = f"dataset.image_transforms.{name}"
+    return Problem(path, message, f"Use --{path} {usual}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """A LeRobotDataset v3.0 folder and how its frames reach the model."""
@@ -36,6 +132,8 @@ class DatasetConfig:
     tolerance_s: float = 1e-4
     """Largest distance, in seconds, between a timestamp and its frame, below half a frame. The
     nearest frame is always taken; the tolerance only refuses."""
+    image_transforms: ImageTransformsConfig = field(default_factory=ImageTransformsConfig)
+    """Random changes of the pictures that are trained on."""
     num_workers: int | None = None
     """Loader processes per rank; 0 loads in the training process. None: 4 on a GPU, else 0."""
     prefetch_factor: int = 2

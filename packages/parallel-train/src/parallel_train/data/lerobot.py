@@ -242,6 +242,11 @@ class LeRobotDataset(Dataset[Batch]):
         return self.spec.tasks
 
     @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Cameras that are decoded, by the dataset's names."""
+        return self._cameras.names
+
+    @property
     def num_frames(self) -> int:
         """Frames of the chosen episodes: the samples of an epoch."""
         return len(self._frames)

@@ -10,7 +10,7 @@ and a position in samples is all that a resumed run needs to know.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +33,35 @@ def epoch_permutation(num_samples: int, *, seed: int, epoch: int) -> Indices:
     versions, and a resumed run must go on in the same order.
     """
     # Mixed twice: seed 0, epoch 1 and seed 1, epoch 0 must not give one key.
-    epoch_key = _mix(_mix(np.array([seed], np.uint64)) + np.array([epoch], np.uint64))
-    keys = _mix(np.arange(num_samples, dtype=np.uint64) * _GOLDEN + epoch_key)
+    keys = _mix(np.arange(num_samples, dtype=np.uint64) * _GOLDEN + key_of(seed, epoch))
     # No two keys are equal, since every step of `_mix` can be undone: there is one order.
     return np.argsort(keys, kind="stable")
 
 
+def key_of(*numbers: int) -> np.uint64:
+    """One number from several: changing any of them gives another stream."""
+    key = np.zeros(1, np.uint64)
+    for number in numbers:
+        key = _mix(key + np.array([number], np.uint64))
+    return np.uint64(key[0])
+
+
+def uniform(key: np.uint64, count: int) -> npt.NDArray[np.float64]:
+    """`count` numbers in [0, 1) that depend on the key alone: the same on every machine."""
+    bits = _mix(np.arange(count, dtype=np.uint64) * _GOLDEN + key)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53  # what a float64 can hold
+
+
+class Samples(list[int]):
+    """Numbers of samples that stand one after another in the stream, the first at `first`."""
+
+    def __init__(self, samples: Iterable[int], first: int) -> None:
+        super().__init__(samples)
+        self.first = first
+
+
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Endless iterator over the index lists of this rank's micro-batches.
+    """Endless iterator over the `Samples` of this rank's micro-batches.
 
     Every `iter` starts at `start_samples` again. Nothing is drawn from a random generator.
 
@@ -119,7 +140,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                     order = epoch_permutation(self.num_samples, seed=self.seed, epoch=epoch)
                 missing = self.batch_size - len(samples)
                 samples.extend(order[offset : offset + missing].tolist())
-            yield samples
+            yield Samples(samples, position)
             position += block
 
 

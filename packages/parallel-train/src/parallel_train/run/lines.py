@@ -34,6 +34,12 @@ def overview(
         held_out = f"; held out: {_extent(data)}"
     yield f"data: {_extent(task.dataset)} of {config.dataset.folder}{held_out}"
     yield from left_out(task.dataset, config.policy)
+    transforms = config.dataset.image_transforms
+    if transforms.enable:
+        yield (
+            f"pictures: changed at random by {transforms.max_num_transforms} of "
+            f"{', '.join(transforms.ranges)}"
+        )
     batch = global_batch(config, topology)
     accumulation = config.accelerator.gradient_accumulation.steps
     passes = batch * config.steps / max(1, len(task.dataset))

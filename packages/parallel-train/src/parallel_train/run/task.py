@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from parallel_config import ConfigError, OptimizerConfig, Problem, Topology
 from parallel_config.errors import report
 from parallel_engine import Loss, LossFn, initialize, parameters_on_meta, unwrap
 from parallel_engine.materialize import require_filled
 from parallel_train.config import TrainConfig
+from parallel_train.data.augment import Augmented
 from parallel_train.data.lerobot import Batch, LeRobotDataset
 from parallel_train.data.loader import build_loader
 from parallel_train.data.metadata import Metadata, read_metadata
@@ -127,6 +128,10 @@ def build_task(
             part.check_range(name, low, high)
     if is_new and not config.meta_init:
         load_pretrained(model)
+    transforms = config.dataset.image_transforms
+    trained: Dataset[Batch] = dataset
+    if transforms.enable:
+        trained = Augmented(dataset, transforms, config.seed)
     load = partial(
         build_loader,
         num_workers=config.dataset.workers(device.type),
@@ -138,7 +143,7 @@ def build_task(
         fill=_first_values if is_new and config.meta_init else None,
         build_optimizer=partial(build_optimizer, config.optimizer),
         build_scheduler=partial(build_scheduler, config),
-        loader=load(dataset, sampler),
+        loader=load(trained, sampler),
         loss_fn=partial(policy_loss, preprocessor=preprocessor),
         model_files={
             "config.json": policy_json(config.policy, dataset.spec).encode(),
