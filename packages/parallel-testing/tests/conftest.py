@@ -3,7 +3,7 @@
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_testing.ranks import preload
 
-preload("wave", "a_module_that_is_not_installed")
+preload("wave", "a_module_that_is_not_installed", "nor.is.this.one")
 
 
 def pytest_configure(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -159,3 +160,11 @@ def test_a_video_that_ends_early_is_refused(tmp_path: Path) -> None:
         frames.read(FILE, np.array([0.1, 0.5]))
     read = torch.from_numpy(frames.read(FILE, np.array([0.45, 0.0])))  # and goes on working
     assert not torch.equal(read[0], read[1])
+
+
+def test_writing_leaves_the_scheduling_of_the_process_alone(tmp_path: Path) -> None:
+    """As root, SVT-AV1 makes the thread that opens it a real-time one."""
+    before = os.sched_getscheduler(0)
+    write_dataset(tmp_path, [episode(4, TOP)], fps=FPS, codec="libsvtav1")
+    threads = [int(name) for name in os.listdir("/proc/self/task")]
+    assert {os.sched_getscheduler(thread) for thread in threads} == {before}

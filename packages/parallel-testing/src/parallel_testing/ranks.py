@@ -69,7 +69,14 @@ def preload(*modules: str) -> None:
 
 def preloaded() -> list[str]:
     """The modules that the forkserver imports, or has imported: those that are installed."""
-    return [name for name in _preloaded if importlib.util.find_spec(name)]
+    return [name for name in _preloaded if _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # a package above it is missing
+        return False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ def write_video(
     """
     av = import_av()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
+    with _usual_priority(), av.open(str(path), "w") as container:
         stream: Any = None
         for number, picture in enumerate(p for part in pictures for p in part):
             if stream is None:
@@ -79,6 +81,22 @@ def picture_stats(pictures: Sequence[Pictures]) -> dict[str, Any]:
         found[f"q{quantile:02d}"] = [values[place] for place in places]
     shaped = {name: [[[float(v)]] for v in per_channel] for name, per_channel in found.items()}
     return {**shaped, "count": [sum(len(part) for part in pictures)]}
+
+
+@contextlib.contextmanager
+def _usual_priority() -> Iterator[None]:
+    """Give this thread its scheduling back: as root, SVT-AV1 raises it above all other processes.
+
+    All that such a process starts inherits it, and two busy ranks then hold up the whole machine.
+    """
+    if not hasattr(os, "sched_getscheduler"):  # Linux has it, macOS does not
+        yield
+        return
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def _even(size: tuple[int, ...]) -> tuple[int, ...]:
