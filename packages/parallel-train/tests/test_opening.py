@@ -243,7 +243,7 @@ def _scaled(factor: float) -> Callable[[Any], None]:
         (_scaled(255), r"they reach from .* to 2\d\d.*, but pictures are scaled to \[0, 1\]"),
         (
             _scaled(1 / 255),
-            r"(mean|std) of channel \d is 0.00\d+, but 16 frames of the videos give 0",
+            r"(mean|std) of channel \d is 0.00\d+, but 16 frames of the camera give 0",
         ),
         (lambda s: s[TOP].update(mean=s[TOP]["mean"][::-1]), r"mean of channel \d is"),
         (lambda s: s[TOP].update(std=[[[40.0]]] * 3), r"std of channel 0 is 40, but 16 frames"),

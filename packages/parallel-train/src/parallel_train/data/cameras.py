@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from parallel_config import ConfigError, Problem
-from parallel_train.data.frames import Indices
+from parallel_train.data.embedded import StoredPictures
+from parallel_train.data.frames import Indices, Places
 from parallel_train.data.metadata import Metadata, VideoSpan, folder_error
 from parallel_train.data.pictures import FEW, MANY, PictureSample
 from parallel_train.data.stats import Stats
@@ -32,6 +33,7 @@ class Cameras:
         names: Cameras to read, by the policy's names.
         tolerance_s: How far a picture's time may lie from the frame's.
         episodes: Places in `metadata.episodes` of those that may be read; None means all.
+        stored: Where frames lie, for pictures inside of the parquet files.
 
     Raises:
         ConfigError: no such camera, a format that is not read, or a file that is missing, damaged,
@@ -45,17 +47,19 @@ class Cameras:
         names: Sequence[str],
         tolerance_s: float,
         episodes: Sequence[int] | None = None,
+        *,
+        stored: Places | None = None,
     ) -> None:
         for name in names:
             _check(metadata, name)
         lengths = [episode.end - episode.first for episode in metadata.episodes]
         self._episode_of = np.repeat(np.arange(len(lengths)), lengths)
         self._metadata, self._frame_index = metadata, frame_index
-        stored = metadata.stored_names
-        names = [stored[name] for name in names]
+        names = [metadata.stored_names[name] for name in names]
         self.names = tuple(names)
         """By the dataset's names."""
         self._video = VideoFrames(metadata.root, metadata.spec.fps, tolerance_s) if names else None
+        self._stored = None if stored is None else StoredPictures(metadata, stored)
         self._episodes = range(len(lengths)) if episodes is None else sorted(set(episodes))
         # A file that is missing or too short must show now, not in the middle of the first epoch.
         self.sizes = {name: self._checked_size(name) for name in self.names}
@@ -93,8 +97,12 @@ class Cameras:
     def file_sizes(self, firsts: Indices) -> list[tuple[str, int]]:
         """Name and bytes of the files that hold the episodes which begin at the frames `firsts`."""
         places = self._episode_of[firsts].tolist()
-        files = sorted({self._span(place, name).file for place in places for name in self.names})
-        return [(file, (self._metadata.root / file).stat().st_size) for file in files]
+        videos = [name for name in self.names if not self._is_stored(name)]
+        files = sorted({self._span(place, name).file for place in places for name in videos})
+        found = [(file, (self._metadata.root / file).stat().st_size) for file in files]
+        if len(videos) < len(self.names):
+            found += self._of_parquet.file_sizes(firsts)
+        return found
 
     def _rows(self) -> Indices:
         episodes = [self._metadata.episodes[place] for place in self._episodes]
@@ -105,6 +113,8 @@ class Cameras:
 
     def _checked_size(self, name: str) -> tuple[int, int]:
         """The size of a camera's pictures; each of its files is compared with its episodes."""
+        if self._is_stored(name):
+            return self._of_parquet.check(name, self._rows())
         assert self._video is not None
         spans: dict[str, list[Span]] = {}
         for place in self._episodes:
@@ -135,9 +145,19 @@ class Cameras:
 
     def read(self, name: str, rows: Indices) -> Tensor:
         """Pictures of the frames `rows` (any shape): uint8 [*rows.shape, 3, height, width]."""
-        assert self._video is not None
         # Padding repeats frames: each is decoded once, and the copies are laid out at the end.
         flat, back = np.unique(rows, return_inverse=True)
+        found = (
+            self._of_parquet.read(name, flat)
+            if self._is_stored(name)
+            else (self._decoded(name, flat))
+        )
+        # [flat, 3, height, width] -> [*rows.shape, 3, height, width]
+        return torch.from_numpy(np.stack(found)[back.reshape(rows.shape)])
+
+    def _decoded(self, name: str, flat: Indices) -> list[npt.NDArray[np.uint8]]:
+        """Pictures of the frames `flat`, in their order, from the videos."""
+        assert self._video is not None
         spans = [self._span(episode, name) for episode in self._episode_of[flat].tolist()]
         starts = np.array([span.from_s for span in spans], dtype=np.float64)
         # Episodes lie one after another in a file: the time in the file is not the one in the
@@ -151,9 +171,15 @@ class Cameras:
             for place, image in zip(at, self._video.read(file, times[at]), strict=True):
                 images[place] = image
         # Every place is filled: the condition only tells mypy so.
-        stacked = np.stack([image for image in images if image is not None])
-        # [flat, 3, height, width] -> [*rows.shape, 3, height, width]
-        return torch.from_numpy(stacked[back.reshape(rows.shape)])
+        return [image for image in images if image is not None]
+
+    def _is_stored(self, name: str) -> bool:
+        return self._metadata.spec.features[name].dtype == "image"
+
+    @property
+    def _of_parquet(self) -> StoredPictures:
+        assert self._stored is not None, "such pictures are read where frames are"
+        return self._stored
 
     def _span(self, episode: int, name: str) -> VideoSpan:
         return self._metadata.episodes[episode].videos[name]
@@ -177,12 +203,6 @@ def _check(metadata: Metadata, name: str) -> None:
             f"camera {name!r} is declared with shape {[height, width, *channels]}: it is not a "
             "colour picture of 3 channels.",
             "Leave it out of --policy.cameras; depth maps are not read as colour.",
-        )
-    if metadata.policy_spec.features[name].dtype != "video":
-        raise folder_error(
-            metadata.root,
-            f"camera {name!r} is stored as pictures inside of the parquet files; videos are read.",
-            "Record or convert it with videos.",
         )
 
 

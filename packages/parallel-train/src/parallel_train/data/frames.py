@@ -28,6 +28,18 @@ IsRead = Callable[[str], bool]
 
 
 @dataclass(frozen=True)
+class Places:
+    """In which data file, and in which row of it, each frame was found."""
+
+    files: tuple[str, ...]
+    """Relative to the dataset's folder."""
+    file: npt.NDArray[np.int32]
+    """Place in `files`, -1 where a frame is not there: [frames]."""
+    row: Indices
+    """[frames]."""
+
+
+@dataclass(frozen=True)
 class Loaded:
     """The numbers of a dataset, by frame."""
 
@@ -37,6 +49,7 @@ class Loaded:
     """Which frames were read: [frames]."""
     left_out: dict[str, str]
     """Columns that are not read and could not be: by name, why."""
+    places: Places
 
 
 def read_frames(
@@ -68,19 +81,20 @@ def read_frames(
         raise folder_error(
             metadata.root,
             f"its data files hold {held} frames of the {metadata.num_frames} that meta/episodes "
-            f"says: frame {missing[0]} (of episode {_episode_of(metadata, missing[0])}) is in none "
+            f"says: frame {missing[0]} (of episode {episode_of(metadata, missing[0])}) is in none "
             f"of them, nor are {missing.size - 1} others.",
             "Copy the dataset again, or leave the episode out: --dataset.episodes with the others.",
         )
     _check_numbering(metadata, reader.columns, reader.present)
-    return Loaded(reader.columns, reader.present, reader.left_out)
+    return Loaded(reader.columns, reader.present, reader.left_out, reader.places)
 
 
 class _Reader:
     """Puts the rows of data files at their places."""
 
     def __init__(self, metadata: Metadata, is_read: IsRead) -> None:
-        self._metadata, self._is_read, self._files = metadata, is_read, set[str]()
+        self._metadata, self._is_read = metadata, is_read
+        self._files: list[str] = []
         count = metadata.num_frames
         self._features = {n: f for n, f in metadata.spec.features.items() if f.dtype in DTYPES}
         # Pages of zeros that are never written do not take memory: of a large dataset, only the
@@ -91,6 +105,12 @@ class _Reader:
         }
         self.present = np.zeros(count, np.bool_)
         self.left_out: dict[str, str] = {}
+        self._file, self._row = np.full(count, -1, np.int32), np.zeros(count, np.int64)
+
+    @property
+    def places(self) -> Places:
+        """Of the frames that were read."""
+        return Places(tuple(self._files), self._file, self._row)
 
     def read(self, file: str, missing: Indices | None) -> bool:
         """Read a file, if it is there; with `missing`, only if it holds one of these frames."""
@@ -100,7 +120,7 @@ class _Reader:
             held = read_table(self._metadata.root, file, ["index"])
             if "index" not in held.column_names or not np.isin(missing, held["index"]).any():
                 return False
-        self._files.add(file)
+        self._files.append(file)
         table = read_table(self._metadata.root, file, list(self._features))
         rows = self._rows(table, file)
         for name, feature in list(self._features.items()):
@@ -112,6 +132,7 @@ class _Reader:
                 self.left_out[name] = error.problems[0].message.partition(": ")[2]
                 del self._features[name], self.columns[name]
         self.present[rows] = True
+        self._file[rows], self._row[rows] = len(self._files) - 1, np.arange(len(rows))
         return True
 
     def _rows(self, table: pa.Table, file: str) -> Indices:
@@ -138,7 +159,8 @@ class _Reader:
         return rows
 
 
-def _episode_of(metadata: Metadata, frame: int) -> int:
+def episode_of(metadata: Metadata, frame: int) -> int:
+    """The number of the episode that holds a frame."""
     return next(e.number for e in metadata.episodes if e.first <= frame < e.end)
 
 

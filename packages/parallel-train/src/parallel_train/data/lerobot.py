@@ -107,7 +107,12 @@ class LeRobotDataset(Dataset[Batch]):
         self.unreadable: Mapping[str, str] = loaded.left_out
         """Damaged columns that the policy does not read: by name, what is wrong."""
         self._cameras = Cameras(
-            metadata, columns["frame_index"], cameras, tolerance_s, _places(metadata, needed)
+            metadata,
+            columns["frame_index"],
+            cameras,
+            tolerance_s,
+            _places(metadata, needed),
+            stored=loaded.places,
         )
         metadata = metadata.with_sizes(self._cameras.sizes)
         self.metadata = metadata

@@ -72,8 +72,15 @@ def examine(root: Path) -> Examination:
         _examine_numbers(problems, metadata, loaded)
     everything = np.arange(metadata.num_frames)
     index = everything - frames.episode_bounds(metadata.episodes)[0]
-    for camera in metadata.policy_spec.cameras():
-        opened = _tried(problems, partial(Cameras, metadata, index, [camera], TOLERANCE_S))
+    for camera, feature in metadata.policy_spec.features.items():
+        if not (is_learned(camera) and feature.is_image):
+            continue
+        if feature.dtype == "image" and loaded is None:
+            continue  # they lie in the rows that could not be read
+        stored = None if loaded is None else loaded.places
+        opened = _tried(
+            problems, partial(Cameras, metadata, index, [camera], TOLERANCE_S, stored=stored)
+        )
         if opened is not None:
             height, width = opened.sizes[camera]
             facts.append(f"{camera}: pictures of {height} x {width}")

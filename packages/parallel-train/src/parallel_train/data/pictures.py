@@ -71,7 +71,7 @@ class PictureSample:
                 found = getattr(self.stats, key).reshape(-1)[at]
                 return (
                     f"{key} of channel {at} is {ours.reshape(-1)[at]:.4g}, but "
-                    f"{len(self.frame_means)} frames of the videos give {found:.4g}"
+                    f"{len(self.frame_means)} frames of the camera give {found:.4g}"
                 )
         return ""
 
