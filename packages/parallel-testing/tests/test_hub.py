@@ -68,6 +68,25 @@ def test_a_new_repository_is_empty_and_belongs_to_its_user(hub, api):
     assert _status(caught) == 403
 
 
+def test_a_dataset_is_another_repository_than_the_model_of_its_name(hub, api, tmp_path):
+    assert api.create_repo(REPO, repo_type="dataset").repo_type == "dataset"
+    with pytest.raises(RepositoryNotFoundError):
+        api.repo_info(REPO)
+    hub.create(REPO)
+    data = [CommitOperationAdd("data/one.parquet", WEIGHTS), CommitOperationAdd("README.md", CARD)]
+    made = api.create_commit(REPO, data, commit_message="Add data", repo_type="dataset")
+    assert api.repo_info(REPO, repo_type="dataset").sha == made.oid
+    assert sorted(hub.files(f"datasets/{REPO}")) == ["README.md", "data/one.parquet"]
+    assert hub.files(REPO) == {}
+    listed = api.list_repo_tree(REPO, recursive=True, repo_type="dataset")
+    assert {entry.path for entry in listed if hasattr(entry, "size")} >= {"data/one.parquet"}
+    found = hf_hub_download(
+        REPO, "data/one.parquet", repo_type="dataset", endpoint=hub.endpoint, token=hub.token,
+        cache_dir=tmp_path,
+    )  # fmt: skip
+    assert Path(found).read_bytes() == WEIGHTS
+
+
 def test_a_commit_holds_regular_files_and_lfs_objects(hub, filled):
     assert hub.files(REPO) == {"README.md": CARD, "model.safetensors": WEIGHTS}
     assert hub.commits(REPO) == ["Add a model"]

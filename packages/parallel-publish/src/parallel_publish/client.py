@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from parallel_config import Problem
@@ -47,6 +48,14 @@ def _offline() -> bool:
 
     # The client reads this variable once, when it is imported; so the constant decides.
     return bool(constants.HF_HUB_OFFLINE)
+
+
+def cached_dataset(repo_id: str, revision: str) -> Path:
+    """Where the client keeps the files of a dataset at a commit, whether they are there or not."""
+    from huggingface_hub import constants
+
+    folder = f"datasets--{repo_id.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE) / folder / "snapshots" / revision
 
 
 def refuse_setup(target: Target) -> None:

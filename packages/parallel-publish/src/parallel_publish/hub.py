@@ -125,7 +125,10 @@ def list_files(target: Target) -> list[RemoteFile]:
 
     def act() -> list[RemoteFile]:
         entries = client(target).list_repo_tree(
-            target.repo_id, recursive=True, revision=target.revision
+            target.repo_id,
+            recursive=True,
+            revision=target.revision,
+            repo_type=target.repo_type,
         )
         return [
             RemoteFile(path=entry.path, size_bytes=entry.size)
@@ -146,7 +149,11 @@ def at_one_state(target: Target) -> Target:
     refuse_setup(target)
     sha = ask(
         target,
-        lambda: str(client(target).repo_info(target.repo_id, revision=target.revision).sha),
+        lambda: str(
+            client(target)
+            .repo_info(target.repo_id, revision=target.revision, repo_type=target.repo_type)
+            .sha
+        ),
         "read",
     )
     return replace(target, revision=sha)
@@ -175,6 +182,7 @@ def download(
         found = snapshot_download(
             target.repo_id,
             revision=target.revision,
+            repo_type=target.repo_type,
             token=target.token,
             endpoint=endpoint(),
             local_dir=into,

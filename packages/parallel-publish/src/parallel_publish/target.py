@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from parallel_config import ConfigError
 from parallel_publish.config import PublishConfig
@@ -15,6 +16,7 @@ class Target:
 
     repo_id: str
     revision: str = "main"
+    repo_type: Literal["model", "dataset"] = "model"
     private: bool | None = None
     """Of a new repository; None is the account's default."""
     token: str | None = field(default=None, repr=False)

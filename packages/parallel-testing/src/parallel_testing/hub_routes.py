@@ -62,10 +62,16 @@ class Call:
         document: Json = json.loads(self.body)
         return document
 
+    @property
+    def key(self) -> str:
+        """Name of the repository in `HubState.repos`: "datasets/" stands before a dataset's."""
+        kind = self.parts.get("kind", "").strip("/")
+        return f"datasets/{self.parts['repo']}" if kind == "datasets" else self.parts["repo"]
+
     def repo(self, *, write: bool = False) -> Repo:
         """The repository of this request, if the user may see it, or write to it."""
         repo_id = self.parts["repo"]
-        repo = self.hub.repos.get(repo_id)
+        repo = self.hub.repos.get(self.key)
         allowed = self.user is not None and _owns(self.user, repo_id.partition("/")[0])
         # A private repository looks like a missing one to a stranger, and without a token both are
         # 401.
@@ -109,14 +115,15 @@ def create_repo(call: Call) -> Reply:
     # The client sends the namespace apart from the name.
     namespace = document.get("organization") or call.user.name
     repo_id = f"{namespace}/{document['name']}"
+    key = f"datasets/{repo_id}" if document.get("type") == "dataset" else repo_id
     if not (_owns(call.user, namespace) and call.user.can_write):
         raise Refused(403, f"You don't have the rights to create a model under {namespace}")
-    url = f"{call.hub.endpoint}/{repo_id}"
-    if repo_id in call.hub.repos:
+    url = f"{call.hub.endpoint}/{key}"
+    if key in call.hub.repos:
         # With exist_ok the client takes this 409 for success.
         return _reply({"error": "You already created this model repo", "url": url}, 409)
     private = document.get("visibility") == "private" or bool(document.get("private"))
-    call.hub.create(repo_id, private=private)
+    call.hub.create(key, private=private)
     return _reply({"url": url, "name": repo_id, "id": repo_id})
 
 
@@ -232,7 +239,7 @@ def commit(call: Call) -> Reply:
     if header.get("parentCommit") not in (None, parent.sha):
         raise Refused(412, "A commit has happened since. Please refresh and try again.")
     made = repo.commit(header.get("summary", ""), files, branch)
-    url = f"{call.hub.endpoint}/{call.parts['repo']}/commit/{made.sha}"
+    url = f"{call.hub.endpoint}/{call.key}/commit/{made.sha}"
     return _reply({"commitUrl": url, "commitOid": made.sha, "success": True})
 
 
@@ -278,7 +285,7 @@ def resolve(call: Call) -> Reply:
 
 
 _REPO = r"(?P<repo>[^/]+/[^/]+)"
-_API = rf"/api/models/{_REPO}"
+_API = rf"/api/(?P<kind>models|datasets)/{_REPO}"
 # The client quotes a revision, so that a branch with slashes is one part of the path.
 _REV = r"(?P<rev>[^/]+)"
 ROUTES: list[tuple[str, str, Callable[[Call], Reply]]] = [
@@ -293,10 +300,10 @@ ROUTES: list[tuple[str, str, Callable[[Call], Reply]]] = [
     ("POST", rf"{_API}/commit/{_REV}", commit),
     ("POST", rf"{_API}/branch/{_REV}", branch),
     ("POST", rf"{_API}/tag/{_REV}", tag),
-    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", lfs_batch),
+    ("POST", rf"/(?P<kind>datasets/)?{_REPO}\.git/info/lfs/objects/batch", lfs_batch),
     ("PUT", r"/lfs/(?P<oid>[0-9a-f]+)", lfs_put),
     ("POST", r"/lfs/(?P<oid>[0-9a-f]+)/verify", lfs_verify),
-    ("GET", rf"/{_REPO}/resolve/{_REV}/(?P<path>.+)", resolve),
+    ("GET", rf"/(?P<kind>datasets/)?{_REPO}/resolve/{_REV}/(?P<path>.+)", resolve),
 ]
 
 

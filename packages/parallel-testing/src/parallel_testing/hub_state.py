@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 MAX_REGULAR_BYTES = 2048
 """Larger files and all weights travel as LFS objects, as on the real Hub."""
-_BINARY = (".safetensors", ".bin", ".distcp", ".pt", ".parquet", ".png", ".metadata")
+_BINARY = (".safetensors", ".bin", ".distcp", ".pt", ".parquet", ".png", ".mp4", ".metadata")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class HubState:
             "hf_test_stranger": User("stranger"),
         }
         self.repos: dict[str, Repo] = {}
+        """By name: user/name of a model, datasets/user/name of a dataset."""
         self.objects: dict[str, bytes] = {}
         """LFS objects by their sha256."""
         self.faults: list[Fault] = []

@@ -24,6 +24,7 @@ from parallel_config import ConfigError
 from parallel_config.environment import LaunchFacts, check_environment
 from parallel_engine import Engine, any_rank, connect, from_main, together
 from parallel_train.config import SCHEMA
+from parallel_train.data.fetch import fetch_frames
 from parallel_train.data.metadata import Metadata, read_metadata
 from parallel_train.hub.run_publisher import RunPublisher, finished_hint
 from parallel_train.metrics.mfu import samples_per_s_at_peak
@@ -111,6 +112,7 @@ def _make_ready(
     # The process is this command's own, so the switches of the process are too.
     accelerator = config.accelerator.decided(on_cuda=torch.cuda.is_available())
     engine = Engine(parallelism=config.parallelism, accelerator=accelerator, facts=facts)
+    fetch_frames(config.dataset, together(metadata), config.policy.camera_names, config.eval)
     task = together(
         lambda: build_task(
             config,

@@ -17,6 +17,7 @@ MAX_RANKS = 2**17
 def run(parsed: Parsed) -> int:
     """Print the plan. Returns 0, or 2 for wrong input."""
     from parallel_engine.plan import plan
+    from parallel_train.data.fetch import located
     from parallel_train.data.metadata import read_metadata
     from parallel_train.policies.factory import build_policy
 
@@ -29,7 +30,8 @@ def run(parsed: Parsed) -> int:
         )
     try:
         # Only `meta` is read: a plan needs shapes and no frames.
-        spec = read_metadata(config.dataset.folder, config.dataset.rename).policy_spec
+        dataset = located(config.dataset)
+        spec = read_metadata(dataset.folder, dataset.rename).policy_spec
         found = plan(
             lambda: build_policy(config.policy, spec),
             config.parallelism,

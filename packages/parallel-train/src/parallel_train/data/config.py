@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Literal
 
 from parallel_config import Problem
 from parallel_config.errors import report
+from parallel_publish.client import cached_dataset
+from parallel_publish.config import is_branch, is_repo_id
 
 EMBEDDED_ROOT = Path(__file__).parent.parent / "assets" / "metaworld_mini"
 """The dataset that ships in the package."""
@@ -113,8 +116,15 @@ def _problem(name: str, message: str, usual: str) -> Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """A LeRobotDataset v3.0 folder and how its frames reach the model."""
+    """A LeRobotDataset v3.0, in a folder or on the Hub, and how its frames reach the model."""
 
+    repo_id: str | None = None
+    """Dataset on the Hub, as user/name or user/name@revision, in place of `root`. A folder of this
+    name in LeRobot's cache (HF_LEROBOT_HOME) is taken where no revision is named. Otherwise the
+    files that the run needs are fetched into the cache of the Hub's client."""
+    revision: str | None = None
+    """Branch, tag or commit of `repo_id`; None means main. A run saves the commit that it found, so
+    that a resume reads the same data."""
     root: str | None = None
     """Folder of the dataset (the one that holds meta/info.json), saved as an absolute path. None
     means the dataset that ships in the package, which was recorded from MetaWorld's scripted
@@ -143,6 +153,10 @@ class DatasetConfig:
 
     def __post_init__(self) -> None:
         # A shell does not expand --dataset.root=~/data, nor a path in a file.
+        if self.repo_id is not None and self.revision is None and "@" in self.repo_id:
+            name, _, revision = self.repo_id.partition("@")
+            object.__setattr__(self, "repo_id", name)
+            object.__setattr__(self, "revision", revision)
         if self.root is not None and self.root.startswith("~"):
             object.__setattr__(self, "root", str(Path(self.root).expanduser()))
         if self.episodes is not None:
@@ -158,10 +172,29 @@ class DatasetConfig:
         """
         return self if self.root is None else replace(self, root=str(Path(self.root).absolute()))
 
+    def at(self, commit: str) -> DatasetConfig:
+        """The same dataset of the Hub at a commit."""
+        return replace(self, revision=commit or None)
+
     @property
     def folder(self) -> Path:
-        """The folder to read: `root`, or the dataset that ships in the package."""
-        return EMBEDDED_ROOT if self.root is None else Path(self.root)
+        """The folder to read: `root`, that of `repo_id`, or the dataset in the package.
+
+        Of `repo_id` it is LeRobot's own folder where no revision is named, and otherwise that of a
+        commit in the cache of the Hub's client (`data.fetch` brings it there).
+        """
+        if self.root is not None:
+            return Path(self.root)
+        if self.repo_id is None:
+            return EMBEDDED_ROOT
+        if self.revision is None:
+            return lerobot_folder(self.repo_id)
+        return cached_dataset(self.repo_id, self.revision)
+
+    @property
+    def name(self) -> str:
+        """What to call the data in public: the repository, or the folder without its path."""
+        return self.repo_id or self.folder.name
 
     def workers(self, device_type: str) -> int:
         """Loader processes of one rank that computes on a device of this type ("cuda", "cpu")."""
@@ -171,6 +204,7 @@ class DatasetConfig:
         return 4 if device_type == "cuda" else 0
 
     def _problems(self) -> Iterator[Problem]:
+        yield from self._repo_problems()
         if self.root is not None and not self.root.strip():
             yield Problem(
                 "dataset.root",
@@ -193,6 +227,35 @@ class DatasetConfig:
                     f"Use --dataset.{name} {least} or more.",
                 )
 
+    def _repo_problems(self) -> Iterator[Problem]:
+        repo_id, revision = self.repo_id, self.revision
+        if repo_id is not None and self.root is not None:
+            yield Problem(
+                "dataset.repo_id",
+                f"= {repo_id!r} and dataset.root = {self.root!r} name two datasets.",
+                "Use one of both; the other is left out with --dataset.repo_id None or "
+                "--dataset.root None.",
+            )
+        if repo_id is not None and not is_repo_id(repo_id, namespace=True):
+            at = ", and --dataset.revision names another revision" if "@" in repo_id else ""
+            yield Problem(
+                "dataset.repo_id",
+                f"= {repo_id!r}, but it must be a dataset on the Hub, as user/name{at}.",
+                "Use --dataset.repo_id user/name, or --dataset.root with a folder.",
+            )
+        if revision is not None and repo_id is None:
+            yield Problem(
+                "dataset.revision",
+                f"= {revision!r}, but a folder does not have revisions.",
+                "Use --dataset.repo_id too, or --dataset.revision None.",
+            )
+        elif revision is not None and not is_branch(revision):
+            yield Problem(
+                "dataset.revision",
+                f"= {revision!r} is not a branch, tag or commit.",
+                "Use --dataset.revision main.",
+            )
+
     def _episode_problems(self) -> Iterator[Problem]:
         if self.episodes is None:
             return
@@ -205,3 +268,10 @@ class DatasetConfig:
         negative = sorted({e for e in self.episodes if e < 0})
         if negative:
             yield Problem("dataset.episodes", f"holds {negative}, but episodes count from 0.", way)
+
+
+def lerobot_folder(repo_id: str) -> Path:
+    """Where LeRobot keeps a dataset that it recorded or fetched."""
+    cache = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    home = os.environ.get("HF_LEROBOT_HOME") or Path(cache) / "lerobot"
+    return Path(home).expanduser() / repo_id

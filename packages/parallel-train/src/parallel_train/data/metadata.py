@@ -91,7 +91,13 @@ class Metadata:
 
 def folder_error(root: Path, message: str, remedy: str = "") -> ConfigError:
     """The error of a dataset folder: which folder, what was found, the way out."""
-    return ConfigError(Problem("dataset.root", f"= {str(root)!r}: {message}", remedy))
+    field, value = "dataset.root", repr(str(root))
+    # In the cache of the Hub's client: datasets--user--name/snapshots/COMMIT.
+    cached, kind = root.parent.parent.name, "datasets--"
+    if root.parent.name == "snapshots" and cached.startswith(kind):
+        repo_id = cached.removeprefix(kind).replace("--", "/")
+        field, value = "dataset.repo_id", f"{repo_id!r} (in {root})"
+    return ConfigError(Problem(field, f"= {value}: {message}", remedy))
 
 
 def read_metadata(root: Path, rename: Mapping[str, str] | None = None) -> Metadata:

@@ -12,7 +12,6 @@ from parallel_ckpt.layout import TRAIN_CONFIG, StepFolder
 from parallel_config import ConfigError, Topology
 from parallel_publish import CardInfo
 from parallel_train.config import SCHEMA, TrainConfig, read_config
-from parallel_train.data.config import EMBEDDED_ROOT
 from parallel_train.metrics.sinks import COSTS
 from parallel_train.policies.factory import policy_class
 from parallel_train.policies.registry import POLICIES
@@ -33,8 +32,7 @@ def describe_run(
     """The card of a run's config, and of what its `metrics.jsonl` says up to `step`."""
     # my_package.module:MyPolicy is called MyPolicy.
     policy = POLICIES.name_of(config.policy).rpartition(":")[2]
-    # The name alone: the path on this machine is not for the public.
-    dataset = (EMBEDDED_ROOT if config.dataset.root is None else Path(config.dataset.root)).name
+    dataset = config.dataset.name  # the path on this machine is not for the public
     rows = [] if metrics is None else _rows(metrics, step)
     last = rows[-1] if rows else {}
     return CardInfo(

@@ -21,6 +21,7 @@ from parallel_ckpt.store.manifest import Manifest
 from parallel_config import ConfigError, Problem, Topology
 from parallel_engine import from_main
 from parallel_train.config import TrainConfig
+from parallel_train.data.fetch import locate_on_ranks
 from parallel_train.policies.registry import POLICIES
 from parallel_train.run.adapt import (
     adapt,
@@ -86,7 +87,7 @@ def decide_job(job: Job, *, world_size: int) -> DecidedJob:
         if checkpoint is None and (skipped or job.resume == "must"):
             raise _nothing_intact(files, notes)
     decided = from_main(lambda: _decide(job, files, checkpoint, world_size, notes))
-    config = dataclasses.replace(decided.config, dataset=decided.config.dataset.rooted())
+    config = dataclasses.replace(decided.config, dataset=locate_on_ranks(decided.config.dataset))
     decided = dataclasses.replace(decided, config=config)
     if named is None:
         return decided
