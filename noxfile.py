@@ -217,9 +217,12 @@ def power(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Check every link, command and flag in the documentation."""
+    """Check every link, command and flag in the documentation, and make the site of it."""
     _workspace(session)
     _run(session, "python", "docs/build.py", env=CPU)
+    # A warning of Sphinx is a dead link or a docstring that it cannot read.
+    options = ["-q", "--fail-on-warning", "--keep-going"]
+    _run(session, "sphinx-build", *options, "docs", "docs/_site", env=CPU)
 
 
 if os.environ.get("CI"):

@@ -31,11 +31,10 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """Every page that a reader may open."""
-    return sorted(
-        {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md")}
-        - set(ROOT.glob("packages/*/LICENSE"))
-    )
+    """Every page that a reader of the repository may open."""
+    # What begins with _ is made for the site.
+    guide = [page for page in ROOT.glob("docs/**/*.md") if "/_" not in page.as_posix()]
+    return sorted({*ROOT.glob("*.md"), *guide, *ROOT.glob("packages/*/*.md")})
 
 
 def problems() -> Iterator[str]:

@@ -18,9 +18,9 @@ class PolicyConfig:
     """
 
     model_class: ClassVar[str] = ""
-    """`package.module:Class` of the model; it is built as `Class(config, spec)`, where `spec` is
-    the dataset's `DataSpec`. It may stay empty where the policy is named by its model, whose
-    `config_class` is this class."""
+    """Path of the model's class, its module and its name with a colon between them. The model is
+    built as `Class(config, spec)`, where `spec` is the dataset's `DataSpec`. The path may stay
+    empty where the policy is named by its model, whose `config_class` is this class."""
 
     @property
     def camera_names(self) -> tuple[str, ...]:
