@@ -87,6 +87,7 @@ def test_a_positional_after_a_bare_boolean_stays_one():
     assert positionals(["--json", "run"], flags) == ["run"]
     assert positionals(["--json", "true", "run"], flags) == ["run"]
     assert positionals(["--steps", "4", "run", "--betas", "0.1", "0.2"], flags) == ["run"]
+    assert positionals(["--betas", "None", "--steps", "4", "run"], flags) == ["run"]
     assert positionals(["run", "--names", "a", "b"], flags) == ["run"]
 
 

@@ -162,6 +162,17 @@ def test_ranks_leave_together_when_the_hub_refuses(
     assert "Traceback" not in said
 
 
+def test_a_plan_reads_only_meta_and_says_what_it_cannot_have(
+    hub: HubServer, folder: Path, tmp_path: Path
+) -> None:
+    upload(hub, folder)
+    run_ptrain("plan", "--dataset.repo_id", "user/demo", "--world_size", 2, cwd=tmp_path)
+    assert all(name.startswith("meta/") for name in fetched(hub))
+    said = run_ptrain("plan", "--dataset.repo_id", "user/none", cwd=tmp_path, code=2)
+    assert "user/none@main cannot be read at http" in said
+    assert "Traceback" not in said
+
+
 def test_a_fault_of_the_dataset_names_the_repository(
     hub: HubServer, folder: Path, tmp_path: Path
 ) -> None:

@@ -81,7 +81,8 @@ def positionals(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
             while index < len(argv) and not argv[index].startswith("--"):
                 index += 1
         elif value is None and arity not in BOOLEANS:
-            index += arity
+            # A pair that may be None is left out by this one word.
+            index += 1 if argv[index : index + 1] == ["None"] else arity
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from parallel_config import ConfigError, Problem
+from parallel_config import ConfigError, Problem, ReportedError
 from parallel_train.cli.commands import PlanCommand
 from parallel_train.cli.exits import DONE, WRONG_INPUT, fail
 from parallel_train.cli.parsing import Parsed
@@ -40,8 +40,8 @@ def run(parsed: Parsed) -> int:
             batch_size=config.batch_size,
             states_per_param=_states_per_param(config),
         )
-    except (ConfigError, ValueError) as error:
-        if isinstance(error, ConfigError):
+    except (ReportedError, ValueError) as error:
+        if isinstance(error, ReportedError):
             return fail(error, "ptrain plan")
         print(f"ptrain plan: {error}", file=sys.stderr)
         return WRONG_INPUT
