@@ -1,5 +1,6 @@
 """The command line: every spelling that is promised, and every wrong input as one block."""
 
+import importlib.metadata
 import json
 import time
 
@@ -308,6 +309,12 @@ def test_every_problem_of_a_config_file_is_reported_at_once(tmp_path, capsys):
     assert f"{file}: 3 problems" in text
     assert "stpes is not a field. Did you mean 'steps'?" in text
     assert "policy.dropuot is not a field. Did you mean 'dropout'?" in text
+
+
+def test_the_version_is_one_line(capsys):
+    assert run(["--version"]) == 0
+    version = importlib.metadata.version("parallel-train")
+    assert capsys.readouterr().out == f"ptrain {version}\n"
 
 
 def test_launch_flags_do_not_reach_the_workers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 import threading
@@ -54,6 +55,10 @@ def _leave_requests(code: int) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one command. Returns its exit code, one of `exits`."""
+    if list(argv) == ["--version"]:
+        # `ptrain doctor` lists the versions of everything.
+        print(f"ptrain {importlib.metadata.version('parallel-train')}")
+        return DONE
     # Imported here: parsing knows the commands, of which `resume --from_hub` fetches first.
     from parallel_train.cli.from_hub import fetched
     from parallel_train.cli.parsing import parse
