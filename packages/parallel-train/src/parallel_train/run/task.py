@@ -128,10 +128,6 @@ def build_task(
             part.check_range(name, low, high)
     if is_new and not config.meta_init:
         load_pretrained(model)
-    transforms = config.dataset.image_transforms
-    trained: Dataset[Batch] = dataset
-    if transforms.enable:
-        trained = Augmented(dataset, transforms, config.seed)
     load = partial(
         build_loader,
         num_workers=config.dataset.workers(device.type),
@@ -143,7 +139,7 @@ def build_task(
         fill=_first_values if is_new and config.meta_init else None,
         build_optimizer=partial(build_optimizer, config.optimizer),
         build_scheduler=partial(build_scheduler, config),
-        loader=load(trained, sampler),
+        loader=load(_augmented(config, dataset), sampler),
         loss_fn=partial(policy_loss, preprocessor=preprocessor),
         model_files={
             "config.json": policy_json(config.policy, dataset.spec).encode(),
@@ -251,6 +247,12 @@ def build_datasets(
     trained = dataclasses.replace(config.dataset, episodes=split.trained)
     dataset = LeRobotDataset.from_config(trained, config.policy, metadata, split.held_out)
     return dataset, dataset.of_episodes(split.held_out)
+
+
+def _augmented(config: TrainConfig, dataset: LeRobotDataset) -> Dataset[Batch]:
+    """What is trained on, with its pictures changed at random where the config asks for it."""
+    transforms = config.dataset.image_transforms
+    return Augmented(dataset, transforms, config.seed) if transforms.enable else dataset
 
 
 def _held_out(
