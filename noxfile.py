@@ -150,7 +150,10 @@ def cpu4(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def long(session: nox.Session) -> None:
-    """What `product` runs in a short form, in full: every page as typed, a hundred updates."""
+    """What `product` runs in a short form, in full: every page as typed, a hundred updates.
+
+    The guide also runs from top to bottom, in an environment that its test makes from wheels.
+    """
     _workspace(session)
     suites = session.posargs or ["tests/test_guide.py", "tests/test_numbers.py"]
     _run(session, "pytest", *SIDE_BY_SIDE, *suites, env={**CPU, "PARALLEL_LONG": "1"})

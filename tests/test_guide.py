@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from parallel_testing.hub_fixture import local_hub  # noqa: F401
-from parallel_testing.programs import ranks_of, run_program
+from parallel_testing.programs import clean_environment, ranks_of, run_program
+from parallel_testing.wheels import install
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -28,7 +29,8 @@ PAGES += sorted(
     if page.name not in ("own-policy.md", "reference.md")  # has a test of its own; no commands
 )
 
-AS_TYPED = PAGES if os.environ.get("PARALLEL_LONG") else ["README.md", "docs/launching.md"]
+LONG_FORM = bool(os.environ.get("PARALLEL_LONG"))
+AS_TYPED = PAGES if LONG_FORM else ["README.md", "docs/launching.md"]
 """The pages whose commands start an interpreter each, as a person's do: all in `nox -s long`."""
 
 
@@ -95,6 +97,38 @@ def test_the_commands_of(page, tmp_path, ptrain, hub):
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         if target:
             (tmp_path / target).write_text(done.stdout)
+
+
+def in_order():
+    """The guide's pages as its index lists them, the README first."""
+    listed = re.findall(
+        r"^- \[.*?\]\((.*?\.md)\)", (ROOT / "docs/index.md").read_text(), re.MULTILINE
+    )
+    return ["README.md", *(f"docs/{name}" for name in listed if f"docs/{name}" in PAGES)]
+
+
+def test_the_index_lists_every_page():
+    elsewhere = {"docs/index.md", "packages/parallel-train/README.md"}
+    assert sorted(in_order()) == sorted(set(PAGES) - elsewhere)
+
+
+@pytest.mark.skipif(not LONG_FORM, reason="takes minutes: nox -s long")
+def test_the_guide_from_top_to_bottom_in_an_environment_of_its_own(tmp_path, hub):
+    """As a reader has it: the wheels, one folder, one page after another."""
+    extras = ["plot", "sim", "tensorboard", "vision"]
+    python = install("parallel-train", tmp_path, root=ROOT, extras=extras)
+    environ = {**clean_environment(), "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    environ.pop("PYTHONPATH", None)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for page in in_order():
+        for line in commands(page):
+            words, target = in_shell(line)
+            done = subprocess.run(
+                small(words), cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 0, f"{page}: {line}\n{done.stdout}\n{done.stderr}"
+            if target:
+                (tmp_path / target).write_text(done.stdout)
 
 
 def test_every_page_has_commands_that_run():

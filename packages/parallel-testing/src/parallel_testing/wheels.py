@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from parallel_config.environment import without_launch
@@ -45,25 +46,27 @@ def run(*words: object, cwd: Path, code: int = 0, timeout_s: float = 300, **vari
     return done.stdout + done.stderr if code else done.stdout
 
 
-def install(package: str, folder: Path, *, root: Path) -> Path:
+def install(package: str, folder: Path, *, root: Path, extras: Sequence[str] = ()) -> Path:
     """Make an environment with `package` and its locked dependencies; returns its interpreter.
 
-    `root` is the folder of the repository.
+    `root` is the folder of the repository. `extras` are those of the package.
     """
+    chosen = [word for extra in extras for word in ("--extra", extra)]
+    named = f"{package}[{','.join(extras)}]" if extras else package
     # A contributor may have uv in .uv alone (CONTRIBUTING.md).
     uv = shutil.which("uv") or str(root / ".uv/bin/uv")
     wheels, python = folder / "wheels", folder / "venv/bin/python"
     run(uv, "build", "--quiet", "--all-packages", "--wheel", "--out-dir", wheels, cwd=root)
     run(
         # Without the workspace: our own packages come from the wheels that were just built.
-        uv, "export", "--quiet", "--locked", "--package", package, "--no-hashes",
+        uv, "export", "--quiet", "--locked", "--package", package, *chosen, "--no-hashes",
         "--no-emit-workspace", "--no-annotate", "--output-file", folder / "lock.txt",
         cwd=root,
     )  # fmt: skip
     run(uv, "venv", "--quiet", "--python", sys.executable, folder / "venv", cwd=folder)
     run(
         uv, "pip", "install", "--quiet", "--python", python, "--find-links", wheels,
-        "--constraint", folder / "lock.txt", package,
+        "--constraint", folder / "lock.txt", named,
         cwd=folder, timeout_s=600,
     )  # fmt: skip
     # A resolver of the workspace ignores the version bounds between our own packages; this does
