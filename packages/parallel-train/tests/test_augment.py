@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel_config import ConfigError
 from parallel_testing.programs import run_ptrain
+from parallel_train.cli.parsing import parse
 from parallel_train.data.augment import Augmented, ImageTransforms
 from parallel_train.data.config import ImageTransformsConfig
 from parallel_train.data.lerobot import LeRobotDataset
@@ -197,6 +198,32 @@ def test_wrong_settings_are_refused_by_name(changed: dict[str, object], message:
     with pytest.raises(ConfigError, match=r"--dataset\.image_transforms") as caught:
         ImageTransformsConfig(enable=True, **changed)  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["hue=0.5", "affine=0"], {"hue": 0.5, "affine": 0.0}),
+        (['{"hue": 2}'], {"hue": 2.0}),
+        ([], {}),
+    ],
+)
+def test_weights_are_pairs_or_one_mapping(words: list[str], expected: dict[str, float]) -> None:
+    parsed = parse(["train", "--dataset.image_transforms.weights", *words])
+    assert parsed.command.run.dataset.image_transforms.weights == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["hue"], "'hue' is not a pair NAME=NUMBER"), (["hue=x"], "'hue' is given 'x', but it must")],
+)
+def test_wrong_weights_are_told(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["train", "--dataset.image_transforms.weights", *words])
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert message in said
 
 
 def test_trained_from_the_command_line_the_losses_do_not_depend_on_ranks(

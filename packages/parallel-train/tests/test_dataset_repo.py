@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from parallel_config import ConfigError
+from parallel_publish import PublishError
 from parallel_testing.hub import HubServer
 from parallel_testing.hub_fixture import CLIENT_WARNING, local_hub  # noqa: F401
 from parallel_testing.hub_state import Blob, Fault
 from parallel_testing.programs import run_ptrain
 from parallel_train.data.config import DatasetConfig, lerobot_folder
+from parallel_train.data.fetch import located
 from parallel_train.data.writing import Episode, write_dataset
 
 pytest.importorskip("av")
@@ -100,6 +102,23 @@ def test_two_ranks_train_on_it_and_without_a_connection_the_last_state_serves(
     assert saved(tmp_path / "two")["revision"] == commit
     said = train(tmp_path, *flags, "--output_dir", "again", HF_HUB_OFFLINE="1")
     assert f"taking user/demo as it was fetched before, at {commit}" in said
+
+
+def test_meta_that_was_fetched_in_part_is_completed(
+    hub: HubServer, folder: Path, tmp_path: Path
+) -> None:
+    commit = upload(hub, folder)
+    named = DatasetConfig(repo_id="user/demo", revision=commit)
+    hub.faults.append(Fault(r"meta/tasks\.parquet", status=403, times=1000))
+    with pytest.raises(PublishError, match="HTTP 403"):
+        located(named)
+    assert (named.folder / "meta/info.json").is_file()
+    hub.faults.clear()
+    assert located(named) == named
+    assert (named.folder / "meta/tasks.parquet").is_file()
+    before = len(hub.requests)
+    assert located(named) == named
+    assert len(hub.requests) == before
 
 
 def test_a_folder_of_lerobot_is_taken_as_it_is(

@@ -35,19 +35,20 @@ def located(config: DatasetConfig) -> DatasetConfig:
     # What was recorded here, or fetched by LeRobot, has no commit. Only a named one goes past it.
     if config.revision is None and (lerobot_folder(config.repo_id) / _INFO).is_file():
         return config
-    if config.revision is not None and (config.folder / _INFO).is_file():
-        return config  # a commit that was fetched before: the Hub need not be asked
+    refs = cached_dataset(config.repo_id, "").parent / "refs"
     target = _target(config)
-    ref = cached_dataset(config.repo_id, "").parent / "refs" / target.revision
+    known = _read(refs / target.revision)
+    if config.revision == known and (config.folder / _INFO).is_file():
+        return config  # a commit whose `meta` is whole: the Hub need not be asked
     try:
         commit = at_one_state(target).revision
     except PublishError as error:
         # Without a connection, the state that was fetched last still serves.
-        commit = ref.read_text().strip() if ref.is_file() else ""
-        if not (config.at(commit).folder / _INFO).is_file():
+        found = config.at(known or target.revision)
+        if not (found.folder / _INFO).is_file():
             raise
-        note(f"{error}\ntaking {config.repo_id} as it was fetched before, at {commit}")
-        return config.at(commit)
+        note(f"{error}\ntaking {config.repo_id} as it was fetched before, at {found.revision}")
+        return found
     download(replace(target, revision=commit), allow=["meta/*"])
     if not (config.at(commit).folder / _INFO).is_file():
         raise ConfigError.of(
@@ -56,9 +57,11 @@ def located(config: DatasetConfig) -> DatasetConfig:
             "LeRobotDataset v3.0.",
             "Use another repository or --dataset.revision.",
         )
-    # As the client writes it for a branch; it was asked for a commit.
-    ref.parent.mkdir(parents=True, exist_ok=True)
-    ref.write_text(commit)
+    # As the client writes it for a branch, which it was not asked for here; under the commit's own
+    # name it says that `meta` is whole.
+    for name in (target.revision, commit):
+        (refs / name).parent.mkdir(parents=True, exist_ok=True)
+        (refs / name).write_text(commit)
     return config.at(commit)
 
 
@@ -133,3 +136,7 @@ def _fetch(config: DatasetConfig, wanted: Collection[str]) -> None:
 def _target(config: DatasetConfig) -> Target:
     assert config.repo_id is not None
     return Target(repo_id=config.repo_id, revision=config.revision or "main", repo_type="dataset")
+
+
+def _read(ref: Path) -> str:
+    return ref.read_text().strip() if ref.is_file() else ""
